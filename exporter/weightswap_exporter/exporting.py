@@ -121,7 +121,7 @@ def export(
 
     The folder appears whole or not at all; an existing artifact is replaced. The same model gives the same bytes.
     Raises CaptureError, ExportError, Unsupported for tensors that cannot be taken apart (sharded ones, for example),
-    and RecordingError for goldens that cannot be recorded.
+    and ParityError for goldens that cannot be recorded.
     """
     specs = _specs(args, kwargs, dynamic_shapes, methods)
     plain = unwrapped(model)

@@ -20,7 +20,7 @@ from weightswap_exporter.modules.libraries import without_cache
 from weightswap_exporter.modules.stand_ins import first_line, frame_of
 from weightswap_exporter.modules.tensors import ModelView, is_fake, parts_of, tree_of
 from weightswap_runtime.engines.torch_cpu import TorchEngine, environment_here
-from weightswap_runtime.errors import InputMismatch, RecordingError
+from weightswap_runtime.errors import InputMismatch, ParityError
 from weightswap_runtime.format.calls import CallCheck
 from weightswap_runtime.format.goldens import Case, Environment, Value, encode_goldens, type_problem
 from weightswap_runtime.format.manifest import Manifest
@@ -52,17 +52,19 @@ class GoldensRequest(NamedTuple):
 def wanted_goldens(
     goldens: Requested | None, tolerance: Tolerance | None, methods: Sequence[str]
 ) -> GoldensRequest | None:
-    """Parse the arguments `goldens` and `tolerance` of `export()` and `pack()`. Raises RecordingError."""
+    """Parse the arguments `goldens` and `tolerance` of `export()` and `pack()`. Raises ParityError."""
     if goldens is None:
         if tolerance is not None:
-            raise RecordingError(
-                ["tolerance: sets how goldens are compared, but there are none"], "Give `goldens`, too."
+            raise ParityError(
+                ["tolerance: sets how goldens are compared, but there are none"],
+                "Give `goldens`, too.",
+                where="goldens",
             )
         return None
     calls = _parse_calls(goldens, methods)
     if tolerance is not None:
         if problem := tolerance_problem(tolerance):
-            raise RecordingError([problem], "Leave it out if the outputs must be reproduced exactly.")
+            raise ParityError([problem], "Leave it out if the outputs must be reproduced exactly.", where="goldens")
         tolerance = float(tolerance[0]), float(tolerance[1])
     return GoldensRequest(calls, tolerance)
 
@@ -87,7 +89,7 @@ def _parse_calls(goldens: Requested, methods: Sequence[str]) -> list[GoldenCall]
                     kind = type(item).__qualname__
                     problems.append(f"{method}, call {number}: expected (args, kwargs), got a {kind}")
     if problems or not calls:
-        raise RecordingError(problems or ["no calls to record"], _ADVICE)
+        raise ParityError(problems or ["no calls to record"], _ADVICE, where="goldens")
     return calls
 
 
@@ -138,14 +140,16 @@ def record(
 
     constants: as `Artifact.constants()` returns them. functions: the model's attribute for each method whose name
     differs. The model must have the weights of the file, and be in the mode in which it was exported. Raises
-    RecordingError with every problem: a model that does not fit the artifact, inputs that a server would refuse,
+    ParityError with every problem: a model that does not fit the artifact, inputs that a server would refuse,
     outputs that differ between the two runs.
     """
     calls = wanted.calls
     values = {name: copied_tensor(content) for name, content in constants.items()}
     check_has_values(view)
     if problems := [*_model_problems(view, manifest, values), *_function_problems(view, calls, functions)]:
-        raise RecordingError(problems, "Record with the model that was exported, on the CPU and in its dtypes.")
+        raise ParityError(
+            problems, "Record with the model that was exported, on the CPU and in its dtypes.", where="goldens"
+        )
     inputs = checked_inputs(calls, manifest)
     initial = {name: values[row.name] for row in manifest.state for name in row.names}
     recorder = _CaseRecorder(manifest)
@@ -154,7 +158,9 @@ def record(
             recorder.record(runner, call, flat)
         recorder.problems += [f"a call changed {name}, which is not state" for name in runner.changed()]
     if recorder.problems:
-        raise RecordingError(recorder.problems, "Outputs must follow from inputs and weights alone: call model.eval().")
+        raise ParityError(
+            recorder.problems, "Outputs must follow from inputs and weights alone: call model.eval().", where="goldens"
+        )
     tolerance = _of_ranks(manifest) if wanted.tolerance is None and manifest.ranks else wanted.tolerance
     return Recording(manifest.packed_for, environment_here(), tolerance, recorder.cases, recorder.tensors)
 
@@ -168,23 +174,24 @@ def _of_ranks(manifest: Manifest) -> Tolerance:
 def record_inputs(wanted: GoldensRequest, manifest: Manifest) -> Recording:
     """Record the inputs alone, for a model that cannot be called. The tolerance is ignored.
 
-    Raises RecordingError with every input that a server would refuse or that has no values.
+    Raises ParityError with every input that a server would refuse or that has no values.
     """
     recorder = _CaseRecorder(manifest)
     for call, flat in zip(wanted.calls, checked_inputs(wanted.calls, manifest), strict=True):
         recorder.keep(call, flat, ())
     if recorder.problems:
-        raise RecordingError(recorder.problems, "Make the inputs outside skeleton().")
+        raise ParityError(recorder.problems, "Make the inputs outside skeleton().", where="goldens")
     return Recording(manifest.packed_for, None, None, recorder.cases, recorder.tensors)
 
 
 def check_has_values(view: ModelView) -> None:
-    """Raise RecordingError if the model is a skeleton."""
+    """Raise ParityError if the model is a skeleton."""
     if view.hollow:
-        raise RecordingError(
+        raise ParityError(
             [f"{len(view.hollow)} tensors of the model have no values, the first is {view.hollow[0]}"],
             "A skeleton cannot be run: build the model outside skeleton(), or leave the goldens out and record them "
             "when weights are packed.",
+            where="goldens",
         )
 
 
@@ -271,7 +278,7 @@ def _function_problems(view: ModelView, calls: Sequence[GoldenCall], functions: 
 
 
 def checked_inputs(calls: Sequence[GoldenCall], manifest: Manifest) -> list[list[Any]]:
-    """Return copies of the flat inputs of each call. Raises RecordingError for those that a server would refuse."""
+    """Return copies of the flat inputs of each call. Raises ParityError for those that a server would refuse."""
     flat: list[list[Any]] = []
     problems: list[str] = []
     for number, call in enumerate(calls):
@@ -283,7 +290,9 @@ def checked_inputs(calls: Sequence[GoldenCall], manifest: Manifest) -> list[list
         except InputMismatch as error:
             problems += [f"case {number}, {call.method}: {problem}" for problem in error.problems]
     if problems:
-        raise RecordingError(problems, "Give inputs that the method was exported for; a server would refuse these.")
+        raise ParityError(
+            problems, "Give inputs that the method was exported for; a server would refuse these.", where="goldens"
+        )
     return flat
 
 

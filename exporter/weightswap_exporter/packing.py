@@ -28,7 +28,7 @@ from weightswap_runtime import Artifact
 from weightswap_runtime.errors import (
     CheckpointError,
     GraphMismatch,
-    RecordingError,
+    ParityError,
     WeightsMismatch,
     WeightswapError,
     listed,
@@ -134,7 +134,7 @@ def pack(
     module and the whole checkpoint. A file in the format before torch 1.6 is read whole.
 
     The file appears whole or not at all, and old goldens stay with an old file. Raises CheckpointError,
-    WeightFileError, RecordingError for goldens that cannot be recorded, and WeightsMismatch with every problem found.
+    WeightFileError, ParityError for goldens that cannot be recorded, and WeightsMismatch with every problem found.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     if load is not None and model is None:
@@ -219,7 +219,7 @@ def pack_checkpoint(
 def recorder(
     model: object, artifact: Artifact, goldens: Requested | None, tolerance: Tolerance | None
 ) -> Callable[[], Recording | None]:
-    """Return what records the goldens once the model has its weights. Raises CheckpointError and RecordingError."""
+    """Return what records the goldens once the model has its weights. Raises CheckpointError and ParityError."""
     if (wanted := wanted_goldens(goldens, tolerance, artifact.methods)) is None:
         return lambda: None
     if not isinstance(model, nn.Module):
@@ -229,7 +229,7 @@ def recorder(
         )
     eager = unwrapped(peft_base(model) if artifact.manifest.variants else model)
     if problems := model_problems(ModelView(eager), artifact):
-        raise RecordingError(problems, "Record with the model that was exported.")
+        raise ParityError(problems, "Record with the model that was exported.", where="goldens")
     constants = artifact.constants()
     groups = {group: [row.name for row in rows] for group, rows in artifact.manifest.variants.items()}
 

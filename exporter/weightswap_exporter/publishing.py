@@ -27,7 +27,7 @@ from weightswap_exporter.checkpoints.tensor import requested, values_of
 from weightswap_exporter.modules.libraries import peft_base
 from weightswap_exporter.modules.tensors import TieKey, tie_key
 from weightswap_runtime import Artifact, DesiredPlace, load
-from weightswap_runtime.errors import CheckpointError, PublishTimeout, WeightswapError, join_seconds, text_of
+from weightswap_runtime.errors import CheckpointError, WaitTimeout, WeightswapError, join_seconds, text_of
 from weightswap_runtime.following.desired_state import DesiredState
 from weightswap_runtime.following.place import Known, stamp_of
 from weightswap_runtime.following.watching import Policy, check_promotion_policy, check_proven
@@ -90,10 +90,10 @@ class Publication:
     def wait(self, timeout: float | None = None) -> Packed:
         """Wait, for at most `timeout` seconds, until the file is there.
 
-        Raises PublishTimeout, or the error of the writing: CheckpointError, or WeightsMismatch with every problem.
+        Raises WaitTimeout, or the error of the writing: CheckpointError, or WeightsMismatch with every problem.
         """
         if not futures.wait([self._outcome], join_seconds(timeout)).done:
-            raise PublishTimeout(f"step {self.step} is still being written after {timeout} s; wait again")
+            raise WaitTimeout(f"step {self.step} is still being written after {timeout} s; wait again")
         self._error_log.detach()
         return self._outcome.result()
 
@@ -140,7 +140,7 @@ def publish(
     as a server would, and requires that recorded outputs are reproduced and that all values are finite. by: author of
     the change, for the document. Weights that are served already, or were before, as when a training is repeated from
     one seed, are promoted like others; only those that an operator has withdrawn are not. A refusal (a hold, withdrawn
-    weights, Unproven, a place that cannot be reached) is logged and stored in `Packed.refusal`; the file stays.
+    weights, unproven ones, a place that cannot be reached) is logged and stored in `Packed.refusal`; the file stays.
 
     keep: once the file is promoted to a place, remove older files that publish() has written into the directory. Those
     that the place desires stay, the last `keep` of its history and of those it has withdrawn, the bases of every delta
@@ -162,7 +162,7 @@ def publish(
     running write before it ends; a killed process leaves only a hidden temporary file, which a later call for the same
     directory removes. A relative directory is resolved at the call.
 
-    Raises CheckpointError and ArtifactError at once for invalid arguments, RecordingError for goldens that cannot be
+    Raises CheckpointError and ArtifactError at once for invalid arguments, ParityError for goldens that cannot be
     recorded, and CheckpointError in a signal handler whose thread is within publish() already. Other errors are raised
     by `Publication.wait()`.
     """

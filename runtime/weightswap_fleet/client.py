@@ -69,7 +69,7 @@ class Fleet:
     def publish(self, weights: _Path, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
         """Change the weights as a trainer, which never undoes an operator's hold or rollback.
 
-        Raises Held, Superseded for weights that were withdrawn, and what `swap` raises.
+        Raises NotPromoted during a hold and for weights that were withdrawn, and what `swap` raises.
         """
         source = fixed_text(as_location(weights))
         return self._call(sum(deadlines), Controller.publish, source, by, why, deadlines)

@@ -2,12 +2,8 @@
 
 WeightswapError
 |-- ArtifactError              the artifact is missing, altered, or not what its manifest says
-|   `-- FormatVersionError     the artifact has a format version that this runtime does not read
 |-- SwapError                  a swap was refused; the served weights are as they were
-|   |-- WeightFileError        the file is not a readable safetensors file
-|   |   |-- AccessDenied       the server denies access to the file
-|   |   `-- DamagedFile        the header or the metadata is invalid; a retry does not help
-|   |       `-- TruncatedFile  the file is shorter than its header says
+|   |-- WeightFileError        a weight file or goldens: unreadable, damaged, truncated, denied
 |   |-- SourceChanged          weights in memory were written to while they were read
 |   |-- TransferFailed         weights did not get from one process to another, or no receipt came back
 |   |-- WeightsMismatch        the tensors are not those of the graph
@@ -15,50 +11,36 @@ WeightswapError
 |   |-- GraphMismatch          the file was packed for another graph id
 |   |-- BaseMismatch           a delta or a part is for other weights than those that are served
 |   |-- UnexpectedWeights      the weights id is not the expected one
-|   |-- GoldensError           the goldens are damaged, or were recorded for something else
 |   |-- NonFiniteWeights       the weights have NaN or infinities where the served ones have none
 |   |-- GoldenMismatch         the staged weights do not reproduce the recorded outputs
 |   |-- OutOfMemory            there is no memory to stage into
 |   |-- DeviceError            the device reported an error while weights were staged
-|   |-- StagingBusy            another staging is open
-|   |-- VariantsBusy           calls use all variants of a group
+|   |-- StagingBusy            another staging is open, or calls use all variants of a group
 |   |-- StageClosed            the staging was already committed or discarded
 |   |-- StageCancelled         the staging was cancelled
-|   |-- Superseded             later weights were taken, or these were rolled back
-|   |-- StageTimeout           a background staging has not ended yet
-|   |-- LeaseTimeout           calls or pins still hold the memory that must be written
+|   |-- WaitTimeout            a staging, a file, or calls and pins that hold memory did not end in time
+|   |-- NotPromoted            the weights are not taken or promoted: held, superseded, unproven
 |   `-- NothingToRollBack      no previous weights are kept
 |-- CallError                  a call was refused before it ran
 |   |-- InputMismatch          the inputs do not fit the method's signature
-|   |-- UnknownMethod          the artifact has no such method
+|   |-- UnknownName            there is no such method, attribute, or resident variant
 |   |-- NoWeights              no weights have been swapped in yet
-|   |-- StaleContext           the context's state was made with other weights than those that are served
-|   |-- UnknownVariant         the variant is not resident, or the artifact does not declare its group
-|   |-- StaleVariant           the variant belongs to other weights than those that are served
-|   |-- ContextBusy            another call is using the context
-|   |-- ContextBroken          a call on the context was interrupted; its state may be half updated
-|   |-- ContextClosed          the context was closed
-|   |-- ContextMismatch        the context belongs to another model, or to other weights
-|   `-- PinReleased            the session was used after its `with` block
-|-- ContextFileError           the file is not a saved context, is damaged, or cannot be read
-|-- DesiredError               a desired state cannot be read or written; it is as it was
-|   |-- DesiredDamaged         the document is torn, of another version, or not a desired state
-|   |-- RevisionConflict       the document was written by another writer since it was read
-|   |-- Held                   a hold is set: nothing is promoted until it is released
-|   `-- Unproven               weights that no recorded calls have proven are not promoted
+|   |-- StaleState             a context's state, or a variant, is of other weights than those that are served
+|   `-- ContextError           a context: busy, interrupted, closed, mismatch, file
+|-- DesiredError               a desired state cannot be read or written, or is invalid; what is served stays
+|   `-- RevisionConflict       the document was written by another writer since it was read
 |-- RanksRefused               one of a model's ranks cannot do what all were about to do; nothing was done on any
 |-- RanksLost                  one of a model's ranks is gone or late; all refuse calls and swaps
 |-- ModelFailed                an in-place commit failed half-way; a swap or rollback repairs the model
 |-- ModelClosed                the model was closed
 |-- MissingExtra               an optional dependency is not installed
 |-- Unsupported                the request is invalid, or this version cannot serve it
-`-- ExportError                the build side refused
+`-- ExportError                the build side refused, or a recipe cannot be used
     |-- CaptureError           the model cannot be captured as it is
     |-- CheckpointError        the checkpoint cannot be read or packed
-    |-- RecordingError         goldens cannot be recorded with the eager model
-    |-- ParityError            executions cannot be compared, so nothing is known about their equality
-    |-- PublishTimeout         a weight file is still being written
-    `-- RecipeError            the recipe cannot be loaded
+    `-- ParityError            the eager model cannot be run, to record its outputs or to compare them
+
+Words after a colon are values of the error's field `reason`.
 """
 
 from __future__ import annotations
@@ -69,7 +51,7 @@ from math import inf
 from numbers import Real
 from sys import float_info
 from threading import TIMEOUT_MAX
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -162,6 +144,8 @@ class WeightswapError(Exception):
     terminal; very long lines are shortened. Copies, including pickled ones, keep the text, the fields and the notes.
     """
 
+    reason: str = ""  # which of the cases that the class has; empty if it has one
+
     def __init__(self, *lines: object) -> None:
         super().__init__("\n".join(brief(str(line)) for line in lines))
 
@@ -177,11 +161,7 @@ def _copied(kind: type[WeightswapError], args: tuple[object, ...]) -> Weightswap
 
 
 class ArtifactError(WeightswapError):
-    """The artifact is missing, altered, or not what its manifest says."""
-
-
-class FormatVersionError(ArtifactError):
-    """The artifact was written by a format version that this runtime does not read."""
+    """The artifact is missing, altered, of another format version, or not what its manifest says."""
 
 
 class SwapError(WeightswapError):
@@ -189,15 +169,18 @@ class SwapError(WeightswapError):
 
 
 class WeightFileError(SwapError):
-    """The file is not a valid safetensors file, or changed while it was read."""
+    """A weight file, or the goldens beside it, cannot be used.
 
+    reason: "unreadable", also if the file changed while it was read; "damaged" if its content is not that of such a
+    file, so that reading it again would not help; "truncated" if it is shorter than its header says, and may still be
+    being copied; "denied" if the server denies access: the credentials are wrong, or a signed URL has expired.
+    """
 
-class DamagedFile(WeightFileError):
-    """The file's content is not that of a weight file; reading it again would not help."""
-
-
-class TruncatedFile(DamagedFile):
-    """The file is shorter than its header says: it was truncated, or is still being copied."""
+    def __init__(
+        self, *lines: object, reason: Literal["unreadable", "damaged", "truncated", "denied"] = "unreadable"
+    ) -> None:
+        self.reason = reason
+        super().__init__(*lines)
 
 
 def _refusal(where: str, problems: Sequence[str], advice: str) -> list[str]:
@@ -208,10 +191,6 @@ def _refusal(where: str, problems: Sequence[str], advice: str) -> list[str]:
 
 def _sentences(problems: Sequence[str]) -> tuple[str, ...]:
     return tuple(brief(problem, MOST_OF_A_PROBLEM) for problem in problems)
-
-
-class AccessDenied(WeightFileError):
-    """The server denies access to an object: the credentials are wrong, or a signed URL has expired."""
 
 
 class SourceChanged(SwapError):
@@ -254,10 +233,6 @@ class UnexpectedWeights(SwapError):
     """The weights id is not the one that the caller expects."""
 
 
-class GoldensError(SwapError):
-    """A goldens file cannot be used: damaged, of another format version, or recorded for other weights."""
-
-
 class GoldenMismatch(_Problems):
     """The staged weights do not reproduce the eager model's outputs, or produce values that are not finite."""
 
@@ -275,11 +250,7 @@ class DeviceError(SwapError):
 
 
 class StagingBusy(SwapError):
-    """Another staging of this model is open."""
-
-
-class VariantsBusy(SwapError):
-    """Calls use all variants of a group, so none can be evicted for another."""
+    """Another staging of this model is open, or calls use all variants of a group; the caller may try again."""
 
 
 class StageClosed(SwapError):
@@ -290,16 +261,23 @@ class StageCancelled(SwapError):
     """The staging was cancelled before its commit."""
 
 
-class Superseded(SwapError):
-    """The weights are not taken or promoted: later ones were, or these were served and rolled back."""
+class WaitTimeout(SwapError, TimeoutError):
+    """What was waited for did not end in time: a staging, the writing of a file, or calls and pins that hold memory.
+
+    Nothing changed; the caller may wait, or try, again.
+    """
 
 
-class StageTimeout(SwapError, TimeoutError):
-    """A background staging has not ended yet; the caller may wait again."""
+class NotPromoted(SwapError):
+    """The weights are not taken or promoted.
 
+    reason: "held" until the desired state's hold is released; "superseded" if later ones were taken, or these were
+    served and rolled back; "unproven" if no recorded calls have proven them, or they are not finite.
+    """
 
-class LeaseTimeout(SwapError):
-    """Calls or pins still hold the weights that would be overwritten."""
+    def __init__(self, *lines: object, reason: Literal["held", "superseded", "unproven"]) -> None:
+        self.reason = reason
+        super().__init__(*lines)
 
 
 class NothingToRollBack(SwapError):
@@ -319,75 +297,41 @@ class InputMismatch(CallError, TypeError):
         super().__init__(f"{method}: " + "; ".join(self.problems))
 
 
-class UnknownMethod(CallError, AttributeError):
-    """The artifact has no such method, and the object has no such attribute."""
+class UnknownName(CallError, AttributeError, LookupError):
+    """The artifact has no such method, the object no such attribute; or the variant is not resident or declared."""
 
 
 class NoWeights(CallError):
     """The model was loaded without weights, and none have been swapped in yet."""
 
 
-class StaleContext(CallError):
-    """The context's state was made with other weights than those that would answer the call."""
+class StaleState(CallError):
+    """A context's state, or a variant, belongs to other weights than those that would answer the call."""
 
-    def __init__(self, made_with: str, served: str) -> None:
-        self.made_with, self.served = brief(made_with), brief(served)
-        super().__init__(
-            f"the context's state was made with the weights {self.made_with}, but {self.served} would be used now. "
-            'Start a new one, reset() it, or make contexts with on_swap="reset" or "pin"'
-        )
+    def __init__(self, what: str, made_with: str, served: str, how: str = "is for", advice: str = "") -> None:
+        self.what, self.made_with, self.served = brief(what), brief(made_with), brief(served)
+        super().__init__(f"{self.what} {how} the weights {self.made_with}, but {self.served} would be used now{advice}")
 
 
-class UnknownVariant(CallError, LookupError):
-    """The variant is not resident, or the artifact does not declare its group."""
+class ContextError(CallError):
+    """A context cannot be used, or not be loaded.
 
+    reason: "busy" while another call uses it; "interrupted" if a call failed midway, so that its state may be half
+    updated, which `reset()` repairs; "closed"; "mismatch" if it belongs to another model, or a saved one to another
+    graph or other weights; "file" if what was loaded is not what `Context.save()` wrote, or cannot be read.
+    """
 
-class StaleVariant(CallError):
-    """The variant belongs to other weights than those that would answer the call."""
-
-    def __init__(self, variant: str, base: str, served: str) -> None:
-        self.variant, self.base, self.served = brief(variant), brief(base), brief(served)
-        super().__init__(f"{self.variant} is for the weights {self.base}, but {self.served} would be used now")
-
-
-class ContextBusy(CallError):
-    """Another call is using the context; each caller needs one of its own."""
-
-
-class ContextBroken(CallError):
-    """A call on the context was interrupted, so its state may be half updated; `reset()` repairs it."""
-
-
-class ContextClosed(CallError):
-    """The context was closed."""
-
-
-class ContextMismatch(CallError):
-    """The context belongs to another model; or a saved one to another graph, or to other weights."""
-
-
-class ContextFileError(WeightswapError):
-    """The file was not written by `Context.save()`, has changed since, or cannot be read."""
+    def __init__(self, *lines: object, reason: Literal["busy", "interrupted", "closed", "mismatch", "file"]) -> None:
+        self.reason = reason
+        super().__init__(*lines)
 
 
 class DesiredError(WeightswapError):
-    """The desired state cannot be read or written; it and the served weights are as they were."""
-
-
-class DesiredDamaged(DesiredError):
-    """The document is not a valid desired state: it is torn, of another format version, or something else."""
+    """The desired state cannot be read or written, or is not a valid one; the served weights are as they were."""
 
 
 class RevisionConflict(DesiredError):
     """Another writer has changed the desired state since it was read; read it again, and decide again."""
-
-
-class Held(DesiredError):
-    """The desired state is on hold: nothing is promoted until it is released."""
-
-
-class Unproven(DesiredError):
-    """The weights are not promoted: no recorded calls have proven them, or they are not finite."""
 
 
 class RanksRefused(WeightswapError):
@@ -418,10 +362,6 @@ class ModelClosed(WeightswapError):
         super().__init__(*(lines or ("the model was closed; load() it again to call it or to swap weights",)))
 
 
-class PinReleased(CallError):
-    """A pinned session was used after its `with` block ended."""
-
-
 class MissingExtra(WeightswapError, ImportError):
     """An optional dependency is not installed."""
 
@@ -435,7 +375,7 @@ class Unsupported(WeightswapError):
 
 
 class ExportError(WeightswapError):
-    """The build side refused; nothing was written."""
+    """The build side refused, or a recipe cannot be loaded or used; nothing was written."""
 
 
 class CaptureError(ExportError):
@@ -446,34 +386,26 @@ class CheckpointError(ExportError):
     """The checkpoint cannot be read or packed."""
 
 
-class RecordingError(ExportError):
-    """Goldens cannot be recorded with the eager model. `problems` holds one sentence for each."""
+class ParityError(ExportError):
+    """The eager model cannot be run to record or to compare, so nothing is known about equality.
 
-    def __init__(self, problems: Sequence[str], advice: str) -> None:
+    problems: one sentence for each.
+    """
+
+    def __init__(self, problems: Sequence[str], advice: str, where: str = "parity") -> None:
         self.problems = _sentences(problems)
         self.advice = brief(advice)
-        super().__init__(*_refusal("goldens", self.problems, advice))
-
-
-class ParityError(ExportError):
-    """Executions cannot be compared, so nothing is known about equality. `problems` holds one sentence for each."""
-
-    def __init__(self, problems: Sequence[str], advice: str) -> None:
-        self.problems = _sentences(problems)
-        super().__init__(*_refusal("parity", self.problems, advice))
-
-
-class PublishTimeout(ExportError, TimeoutError):
-    """A weight file is still being written; the caller may wait again."""
-
-
-class RecipeError(ExportError):
-    """The recipe cannot be loaded, or does not return what `export()` takes."""
+        super().__init__(*_refusal(where, self.problems, advice))
 
 
 def text_of(error: BaseException) -> str:
     """Return the text of an error, with control characters escaped for logs and terminals."""
     return str(error) if isinstance(error, WeightswapError) else brief(str(error))
+
+
+def reason_of(error: BaseException | None) -> str:
+    """Return the reason that an error of weightswap has besides its class; empty without one."""
+    return error.reason if isinstance(error, WeightswapError) else ""
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -27,12 +27,11 @@ from typing import NamedTuple
 from weightswap_runtime.errors import (
     CallError,
     DesiredError,
-    Held,
-    LeaseTimeout,
     MissingExtra,
     ModelClosed,
     ModelFailed,
     NothingToRollBack,
+    NotPromoted,
     NoWeights,
     OutOfMemory,
     RanksLost,
@@ -40,12 +39,12 @@ from weightswap_runtime.errors import (
     StageCancelled,
     StageClosed,
     StagingBusy,
-    Superseded,
     SwapError,
-    UnknownVariant,
-    Unproven,
+    UnknownName,
     Unsupported,
+    WaitTimeout,
     WeightswapError,
+    reason_of,
 )
 
 log = logging.getLogger("weightswap.server")
@@ -57,7 +56,8 @@ class Failure(NamedTuple):
     status: int  # of HTTP
     code: str  # the name of the gRPC status code; "" at the admin plane
     text: str
-    kind: str = ""  # the error's class, which operators see
+    kind: str = ""  # the error's class and reason, which operators see
+    reason: str = ""
 
     @property
     def retry(self) -> bool:
@@ -79,9 +79,10 @@ def admin_failure_of(error: BaseException) -> Failure:
     kind = type(error).__name__
     for status, kinds in _ADMIN_FAILURES:
         if isinstance(error, kinds):
-            return Failure(status, "", str(error), kind)
-    status, code, text, _ = failure_of(error)
-    return Failure(status, code, text if status != 500 else "the server failed; see its log", kind)
+            return Failure(status, "", str(error), kind, error.reason)
+    failure = failure_of(error)
+    text = failure.text if failure.status != 500 else "the server failed; see its log"
+    return failure._replace(text=text, kind=kind, reason=reason_of(error))
 
 
 class RequestError(WeightswapError):
@@ -146,7 +147,7 @@ class NoRoom(RequestError):
 
 # in each table, rows of subclasses come before those of their bases
 _FAILURES: tuple[tuple[int, str, tuple[type[WeightswapError], ...]], ...] = (
-    (404, "NOT_FOUND", (UnknownModel, UnknownVariant)),
+    (404, "NOT_FOUND", (UnknownModel, UnknownName)),
     (408, "DEADLINE_EXCEEDED", (BodyTooSlow,)),
     (413, "RESOURCE_EXHAUSTED", (BodyTooLarge,)),
     (503, "UNAVAILABLE", (Overloaded, NotReady, NoWeights, ModelFailed, ModelClosed, RanksLost)),
@@ -157,11 +158,11 @@ _ADMIN_FAILURES: tuple[tuple[int, tuple[type[WeightswapError], ...]], ...] = (
     (401, (Unauthorised,)),
     (403, (Forbidden,)),
     (404, (NotThere,)),
-    (409, (Conflict, StagingBusy, StageClosed, StageCancelled, Superseded)),
-    (409, (NothingToRollBack, RevisionConflict, Held, Unproven)),
+    (409, (Conflict, StagingBusy, StageClosed, StageCancelled)),
+    (409, (NothingToRollBack, NotPromoted, RevisionConflict)),
     (501, (MissingExtra,)),
     (502, (DesiredError,)),
-    (503, (LeaseTimeout,)),
+    (503, (WaitTimeout,)),
     (507, (NoRoom, OutOfMemory)),
     (422, (NotServed, UploadMismatch, SwapError)),
 )

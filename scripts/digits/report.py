@@ -17,7 +17,7 @@ import torch
 from ledger import Generation, Latency, Ledger, Sends, accuracy, latency
 from story import CLIENTS, Options, Outcome
 
-from weightswap_runtime import Superseded, __version__
+from weightswap_runtime import NotPromoted, __version__
 
 Document = dict[str, Any]
 
@@ -71,7 +71,7 @@ def _sending_failures(ledger: Ledger, sends: Sends) -> Iterator[str]:
         claimed = generations[send.generation] if send.generation < len(generations) else None
         if claimed is None or (claimed.version, claimed.weights_id) != (send.step, send.weights_id):
             yield f"the trainer was told that step {send.step} is generation {send.generation}, which it is not"
-    told = [(other["error"], other["message"]) for other in sends.others if other["error"] != Superseded.__name__]
+    told = [(other["error"], other["message"]) for other in sends.others if other["error"] != NotPromoted.__name__]
     if told != [(refusal.error, refusal.message) for refusal in ledger.refusals]:
         yield f"the trainer was told the refusals {told}, which are not those of the server"
     if sends.resumed_at != sends.halted_at:
@@ -84,7 +84,7 @@ def _sending_failures(ledger: Ledger, sends: Sends) -> Iterator[str]:
 
 def _server_failures(outcome: Outcome) -> Iterator[str]:
     ledger = outcome.ledger
-    expected = ["TruncatedFile", "DigestMismatch"] if outcome.sends is None else ["NonFiniteWeights"]
+    expected = ["WeightFileError", "DigestMismatch"] if outcome.sends is None else ["NonFiniteWeights"]
     found = [refusal.error for refusal in ledger.refusals]
     if found != expected:
         yield f"refused were {found}, expected {expected}"
@@ -158,7 +158,7 @@ def _rollback(outcome: Outcome) -> Document:
 def _sending(ledger: Ledger, sends: Sends) -> Document:
     fields = {
         "steps_served": len({generation.version for generation in ledger.generations}),
-        "superseded": sum(other["error"] == Superseded.__name__ for other in sends.others),
+        "superseded": sum(other["error"] == NotPromoted.__name__ for other in sends.others),
         "until_served_p50_ms": _rounded(
             median([send.seconds_until_served for send in sends.served] or [math.nan]) * 1e3
         ),

@@ -83,7 +83,7 @@ def test_the_demo_keeps_every_promise(tmp_path: Path, residency: str) -> None:
     assert generations[0]["accuracy"] < 0.3
     assert generations[EPOCHS]["accuracy"] > 0.7
 
-    assert [refused["error"] for refused in summary["refused"]] == ["TruncatedFile", "DigestMismatch"]
+    assert [refused["error"] for refused in summary["refused"]] == ["WeightFileError", "DigestMismatch"]
     assert all(refused["unchanged"] and refused["answers_after"] for refused in summary["refused"])
     assert {refused["weights_id"] for refused in summary["refused"]} == {generations[EPOCHS]["weights_id"]}
     assert summary["rollback"]["correct"]
@@ -107,7 +107,7 @@ def test_two_ranks_answer_together(tmp_path: Path, residency: str) -> None:
     assert summary["totals"]["wrong"] == summary["totals"]["mixed"] == summary["totals"]["stale"] == 0
     assert summary["totals"]["requests"] > 50
     assert [row["epoch"] for row in summary["generations"]] == [*range(EPOCHS + 1), EPOCHS - 1]
-    assert [refused["error"] for refused in summary["refused"]] == ["TruncatedFile", "DigestMismatch"]
+    assert [refused["error"] for refused in summary["refused"]] == ["WeightFileError", "DigestMismatch"]
     assert all(refused["unchanged"] and refused["answers_after"] for refused in summary["refused"])
 
 

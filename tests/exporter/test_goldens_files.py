@@ -15,7 +15,7 @@ from tests.support.goldens import IMAGE, verified
 from tests.support.models import Everything
 from tests.support.setups import different
 from weightswap_exporter import export, pack
-from weightswap_runtime import CheckpointError, RecordingError, WeightFile, WeightsMismatch, load
+from weightswap_runtime import CheckpointError, ParityError, WeightFile, WeightsMismatch, load
 from weightswap_runtime.format.goldens import goldens_beside
 
 
@@ -120,7 +120,7 @@ Prepare = Callable[[Packing, pytest.MonkeyPatch], None]
 
 
 FAILURES: dict[str, tuple[Prepare, Any, type[Exception]]] = {
-    "recording": (random_outputs, CALLS, RecordingError),
+    "recording": (random_outputs, CALLS, ParityError),
     "writing the weights": (full_disk, CALLS, CheckpointError),
     "writing the weights alone": (full_disk, None, CheckpointError),
     "renaming the goldens": (lambda packing, patch: failing_rename(patch, packing.beside.name), CALLS, CheckpointError),
@@ -155,7 +155,7 @@ def test_a_checkpoint_is_no_model(packing: Packing) -> None:
 
 
 def refusal(packing: Packing, model: nn.Module, **options: Any) -> str:
-    with pytest.raises(RecordingError) as refused:
+    with pytest.raises(ParityError) as refused:
         packing.pack(model, goldens=[(IMAGE,)], **options)
     assert packing.files() == packing.before
     return str(refused.value)

@@ -18,7 +18,7 @@ from tests.support.models import Everything
 from tests.support.setups import different
 from weightswap_exporter import MethodSpec, export, pack, skeleton
 from weightswap_exporter.parity.checks import check_outputs
-from weightswap_runtime import Artifact, GoldenMismatch, GoldensError, ParityError, load
+from weightswap_runtime import Artifact, GoldenMismatch, ParityError, WeightFileError, load
 from weightswap_runtime.format.goldens import INPUTS_NAME, artifact_goldens, open_goldens
 from weightswap_runtime.format.safetensors import METADATA_KEY
 from weightswap_tools.inspect.command import inspect_command
@@ -139,7 +139,7 @@ def test_contradictory_files_are_refused(change: Callable[[dict], None], says: s
     change(document)
     broken = path.with_name("broken.safetensors")
     safetensors.torch.save_file(tensors, broken, {METADATA_KEY: msgspec.json.encode(document).decode()})
-    with pytest.raises(GoldensError, match=says):
+    with pytest.raises(WeightFileError, match=says):
         open_goldens(broken, artifact.manifest)
 
 

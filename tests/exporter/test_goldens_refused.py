@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.goldens import LINEAR, ROWS, SETTINGS, everything_in, recorded, same
 from weightswap_exporter import export, pack, skeleton
-from weightswap_runtime import ExportError, RecordingError
+from weightswap_runtime import ExportError, ParityError
 
 
 class Random(nn.Module):
@@ -42,7 +42,7 @@ def test_a_model_that_is_not_deterministic_is_refused_by_name(
 ) -> None:
     model = build()
     before = everything_in(model)
-    with pytest.raises(RecordingError) as refused:
+    with pytest.raises(ParityError) as refused:
         export(model, (ROWS,), out=tmp_path / "m.artifact", goldens=[(ROWS,)])
     (problem,) = refused.value.problems
     assert problem.startswith(
@@ -69,7 +69,7 @@ class Failing(nn.Module):
 def test_an_error_of_the_model_is_reported_and_leaves_it_unchanged(tmp_path: Path) -> None:
     model = Failing().eval()
     before = everything_in(model)
-    with pytest.raises(RecordingError) as refused:
+    with pytest.raises(ParityError) as refused:
         export(
             model,
             (torch.arange(2),),
@@ -110,12 +110,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("options", "says"), REFUSED.values(), ids=REFUSED)
 def test_wrong_requests_are_refused_by_export_and_by_pack(options: Any, says: str, tmp_path: Path) -> None:
     model = nn.Linear(3, 2).eval()
-    with pytest.raises(RecordingError) as refused:
+    with pytest.raises(ParityError) as refused:
         export(model, methods=LINEAR, out=tmp_path / "m.artifact", **options)
     assert says in str(refused.value)
     assert list(tmp_path.iterdir()) == []
     artifact = export(model, methods=LINEAR, out=tmp_path / "m.artifact")
-    with pytest.raises(RecordingError) as refused:
+    with pytest.raises(ParityError) as refused:
         pack(model, artifact, out=tmp_path / "v1.safetensors", **options)
     assert says in str(refused.value)
     assert [path.name for path in tmp_path.iterdir()] == ["m.artifact"]
@@ -144,7 +144,7 @@ def test_a_skeleton_cannot_be_recorded_with_weights(tmp_path: Path) -> None:
 def test_invalid_inputs_of_a_skeleton_are_refused(options: Any, says: str, tmp_path: Path) -> None:
     with skeleton():
         model = nn.Linear(3, 2).eval()
-    with pytest.raises(RecordingError) as refused:
+    with pytest.raises(ParityError) as refused:
         export(model, (ROWS,), out=tmp_path / "m.artifact", **options)
     assert says in str(refused.value)
     assert list(tmp_path.iterdir()) == []
@@ -155,7 +155,7 @@ def test_a_model_that_trains_is_refused_and_its_statistics_are_put_back(tmp_path
     artifact = export(model, (ROWS,), out=tmp_path / "m.artifact")
     model.train()
     before = everything_in(model)
-    with pytest.raises(RecordingError) as refused:
+    with pytest.raises(ParityError) as refused:
         pack(model, artifact, out=tmp_path / "v1.safetensors", goldens=[(ROWS,)])
     assert "a call changed 1.running_mean, which is not state" in refused.value.problems
     assert same(before, everything_in(model))
@@ -164,7 +164,7 @@ def test_a_model_that_trains_is_refused_and_its_statistics_are_put_back(tmp_path
 def test_a_method_without_an_attribute_of_its_name_is_refused(tmp_path: Path) -> None:
     setting = SETTINGS["several methods"]
     artifact, model, found = recorded(setting, tmp_path)
-    with pytest.raises(RecordingError, match="the model has no attribute 'code' to call for the method 'code'"):
+    with pytest.raises(ParityError, match="the model has no attribute 'code' to call for the method 'code'"):
         pack(model, artifact, out=tmp_path / "v1.safetensors", goldens=setting.goldens)
     model.code = model.encode
     pack(model, artifact, out=tmp_path / "v1.safetensors", goldens=setting.goldens)
@@ -189,5 +189,5 @@ def test_a_model_with_other_outputs_is_refused(tmp_path: Path) -> None:
     model = Choosing().eval()
     artifact = export(model, (ROWS,), out=tmp_path / "m.artifact")
     model.more = True
-    with pytest.raises(RecordingError, match="expected the outputs y, the model gives y, more"):
+    with pytest.raises(ParityError, match="expected the outputs y, the model gives y, more"):
         pack(model, artifact, out=tmp_path / "v1.safetensors", goldens=[(ROWS,)])

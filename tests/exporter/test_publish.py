@@ -28,7 +28,7 @@ from weightswap_runtime import (
     Artifact,
     ArtifactError,
     CheckpointError,
-    PublishTimeout,
+    WaitTimeout,
     WeightFile,
     WeightsMismatch,
     load,
@@ -68,7 +68,7 @@ def test_training_goes_on_while_the_file_is_written(renamed: Artifact, tmp_path:
     handle = publish(model, tmp_path / "out", str(renamed.path), step=1000, labels={"run": "a"})
     assert not handle.done
     assert "step=1000, being written" in repr(handle)
-    with pytest.raises(PublishTimeout, match=r"step 1000 is still being written after 0\.01 s"):
+    with pytest.raises(WaitTimeout, match=r"step 1000 is still being written after 0\.01 s"):
         handle.wait(0.01)
     fill(model, 7.0)
     held.set()

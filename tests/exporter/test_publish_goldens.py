@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weightswap_exporter import export, goldens, publish
-from weightswap_runtime import Artifact, CheckpointError, RecordingError, load
+from weightswap_runtime import Artifact, CheckpointError, ParityError, load
 from weightswap_runtime.format.goldens import goldens_beside
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX
 
@@ -96,7 +96,7 @@ def test_a_write_that_fails_leaves_no_goldens(
 def test_what_cannot_be_recorded_is_refused_at_once(
     options: Any, says: str, artifact: Artifact, tmp_path: Path
 ) -> None:
-    with pytest.raises(RecordingError) as refused:
+    with pytest.raises(ParityError) as refused:
         publish(build(1), tmp_path / "out", artifact, step=1, **options)
     assert says in str(refused.value)
     assert not (tmp_path / "out").exists()
@@ -104,7 +104,7 @@ def test_what_cannot_be_recorded_is_refused_at_once(
 
 
 def test_a_model_in_training_is_refused(artifact: Artifact, tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match=r"model.eval\(\)"):
+    with pytest.raises(ParityError, match=r"model.eval\(\)"):
         publish(build(1).train(), tmp_path / "out", artifact, step=1, goldens=[(X,)])
 
 

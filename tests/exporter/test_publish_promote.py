@@ -20,7 +20,7 @@ from weightswap_runtime import (
     DesiredError,
     DesiredPlace,
     DesiredState,
-    Held,
+    NotPromoted,
     Unsupported,
     load,
     write_delta,
@@ -87,7 +87,7 @@ def test_a_training_that_is_repeated_is_served_again_but_not_what_was_withdrawn(
     place.rollback(revision=4, by="ana", hold=False)
     withdrawn = published(1.0, 1, "run 3")
     assert withdrawn.promoted is None
-    assert withdrawn.refusal.startswith("Superseded: ")
+    assert withdrawn.refusal.startswith("NotPromoted: ")
     assert "were desired by run 2, then withdrawn" in withdrawn.refusal
     assert place.read().weights_id == again.weights_id
 
@@ -100,8 +100,8 @@ def test_a_hold_lets_the_training_go_on(
     packed = publish(trained(1.0), place.where, artifact, step=1, promote=place.where).wait(60)
     assert packed.path.exists()
     assert packed.promoted is None
-    assert packed.refusal.startswith("Held: ")
-    assert "was not promoted: Held" in caplog.text
+    assert packed.refusal.startswith("NotPromoted: ")
+    assert "was not promoted: NotPromoted" in caplog.text
 
 
 def test_only_what_is_proven_is_promoted_where_that_is_the_policy(artifact: Artifact, place: DesiredPlace) -> None:
@@ -111,7 +111,7 @@ def test_only_what_is_proven_is_promoted_where_that_is_the_policy(artifact: Arti
         ).wait(60)  # type: ignore[arg-type]
         return packed.refusal.partition(":")[0]
 
-    assert published(1.0, 1) == "Unproven"
+    assert published(1.0, 1) == "NotPromoted"
     assert published(2.0, 2, goldens=GOLDENS) == ""
     assert published(torch.nan, 3) == "NonFiniteWeights"
     assert place.read().revision == 1
@@ -132,7 +132,7 @@ class Service:
 
     def publish(self, weights: Path, *, by: str, why: str) -> Service:
         if self.refuses:
-            raise Held("on hold by ana")
+            raise NotPromoted("on hold by ana", reason="held")
         self.taken.append((weights, by, why))
         self.revision += 1
         return self
@@ -144,10 +144,10 @@ def test_a_service_takes_what_is_published(artifact: Artifact, tmp_path: Path) -
     assert service.taken == [(packed.path, "run 7", "newest")]
     assert (packed.promoted, packed.receipt, packed.refusal) == (7, service, "")
     packed = publish(trained(2.0), tmp_path / "run", artifact, step=2, promote=service, policy="proven").wait(60)
-    assert packed.refusal.startswith("Unproven: ")
+    assert packed.refusal.startswith("NotPromoted: ")
     service.refuses = True
     packed = publish(trained(3.0), tmp_path / "run", artifact, step=3, promote=service).wait(60)
-    assert (packed.promoted, packed.receipt, packed.refusal) == (None, None, "Held: on hold by ana")
+    assert (packed.promoted, packed.receipt, packed.refusal) == (None, None, "NotPromoted: on hold by ana")
     assert (packed.path.exists(), len(service.taken)) == (True, 1)
 
 

@@ -338,7 +338,7 @@ def test_followers_take_what_is_promoted_and_a_hold_makes_the_next_file_full(
             assert is_equal(served, training.model)
         assert packed.base
         place.hold(revision=place.read().revision)
-        assert training.publish().refusal.startswith("Held")
+        assert training.publish().refusal.startswith("NotPromoted")
         assert not training.publish().base
         place.release(revision=place.read().revision)
         packed = training.publish()

@@ -12,7 +12,7 @@ import pytest
 from weightswap_fleet.coordinator import agreement
 from weightswap_fleet.coordinator.agreement import Agreement
 from weightswap_fleet.errors import FleetRefused, FleetUndecided, UnknownFleet
-from weightswap_runtime import DesiredError, DigestMismatch, Held, NothingToRollBack, RevisionConflict, Superseded
+from weightswap_runtime import DesiredError, DigestMismatch, NothingToRollBack, NotPromoted, RevisionConflict
 from weightswap_runtime.errors import NoWeights, Unsupported
 from weightswap_runtime.following.place import known_weights
 
@@ -264,9 +264,9 @@ def test_what_a_trainer_publishes_all_serve_unless_an_operator_has_said_otherwis
     assert (receipt.kind, receipt.revision, receipt.late) == ("publish", 3, {})
     Agreement(fleet.place, fleet).rollback(fleet.weights_id(1), "bo", "", True, SOON)
     fleet.asked.clear()
-    with pytest.raises(Superseded, match="then withdrawn"):
+    with pytest.raises(NotPromoted, match="then withdrawn"):
         publish(fleet, 0)
-    with pytest.raises(Held, match="on hold by bo"):
+    with pytest.raises(NotPromoted, match="on hold by bo"):
         publish(fleet, 2)
     assert fleet.asked == []
     assert set(fleet.served().values()) == {fleet.weights_id(1)}
@@ -283,7 +283,7 @@ def test_an_operator_who_says_so_while_a_trainer_publishes_is_obeyed(fleet: Flee
         return ""
 
     fleet.fate = meanwhile
-    with pytest.raises(Held if what == "hold" else RevisionConflict):
+    with pytest.raises(NotPromoted if what == "hold" else RevisionConflict):
         publish(fleet, 2)
     assert fleet.place.read().revision == 2
     for keeper in fleet.keepers.values():

@@ -26,7 +26,7 @@ from tests.support.servers import WebServer
 from weightswap_exporter import publish
 from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided
 from weightswap_runtime import DesiredPlace
-from weightswap_runtime.errors import DesiredError, DigestMismatch, Held, NothingToRollBack, WeightFileError
+from weightswap_runtime.errors import DesiredError, DigestMismatch, NothingToRollBack, NotPromoted, WeightFileError
 from weightswap_runtime.following.place import LOCK, known_weights
 
 from .clusters import INPUT, Deployed, Numbered, calling, frozen, soon, until
@@ -353,7 +353,7 @@ def test_a_trainer_publishes(deployed: Deployed) -> None:
     with torch.no_grad():
         model.first.weight.fill_(7)
     packed = publish(model, out, files.artifact, step=2, promote=fleet).wait(60)
-    assert packed.refusal.startswith("Held: ")
+    assert packed.refusal.startswith("NotPromoted: ")
     assert files.number(fleet.desired.weights.weights_id) != 6
     fleet.release()
 
@@ -382,7 +382,7 @@ def test_two_operators_at_once(deployed: Deployed) -> None:
 def test_a_hold_stops_promotions_alone(deployed: Deployed, tmp_path: Path) -> None:
     fleet, files, _ = deployed
     fleet.hold(by="ana")
-    with pytest.raises(Held):
+    with pytest.raises(NotPromoted):
         DesiredPlace(files.folder).promote(files.write(11))  # never desired before
     assert fleet.swap(files.weights[4]).late == {}
     fleet.release()

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from weightswap_fleet.coordinator.agreement import Agreement, Deadlines, FleetTrial
 from weightswap_fleet.documents import FleetPlan, FleetReceipt, TrialOrder
 from weightswap_fleet.errors import FleetRefused, FleetUndecided
-from weightswap_runtime import DesiredError, Held, NothingToRollBack, RevisionConflict, Superseded
+from weightswap_runtime import DesiredError, NothingToRollBack, NotPromoted, RevisionConflict
 from weightswap_runtime.following.desired_state import DesiredWeights
 from weightswap_runtime.following.place import known_weights
 
@@ -90,7 +90,7 @@ class Protocol(RuleBasedStateMachine):
             assert (fleet.served(), fleet.place.read()) == (served, desired)
             if not faults:
                 assert {keeper.status().preparing for keeper in fleet.keepers.values()} == self.open
-        except (Died, NothingToRollBack, Held, Superseded):
+        except (Died, NothingToRollBack, NotPromoted):
             pass
         except (DesiredError, FleetUndecided):
             assert not self._is_there

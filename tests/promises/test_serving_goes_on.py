@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, X, serves
-from weightswap_runtime import Model, Progress, StageTimeout, StagingBusy, load
+from weightswap_runtime import Model, Progress, StagingBusy, WaitTimeout, load
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_background_staging_returns_at_once_and_is_committed_later(model: Mode
 
 def test_calls_are_answered_while_a_staging_runs(model: Model, weight_file: WriteWeights) -> None:
     staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
-    with pytest.raises(StageTimeout, match=r"wait again, or cancel\(\)"):
+    with pytest.raises(WaitTimeout, match=r"wait again, or cancel\(\)"):
         staged.wait(0.05)
     with pytest.raises(StagingBusy, match=r"wait\(\) until it is staged"):
         staged(X)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
@@ -19,6 +20,9 @@ import torch
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Event, WeightsMismatch, WeightswapError, errors, load
 from weightswap_runtime.errors import MOST_SHOWN, brief, visible
+from weightswap_runtime.transfer.messages import Refusal
+from weightswap_server.admin.documents import refusal_of
+from weightswap_server.errors import admin_failure_of
 
 for room in ("fleet.errors", "server.errors", "server.workers.manager", "runtime.transfer.admin_client"):
     import_module(f"weightswap_{room}")  # each has errors of its own
@@ -45,7 +49,8 @@ def example(kind: type[WeightswapError], text: str = "a text") -> WeightswapErro
     kinds = get_type_hints(kind.__init__)
     parameters = list(inspect.signature(kind).parameters.values())
     if parameters[0].kind is parameters[0].VAR_POSITIONAL:
-        return kind(text)
+        reasons = get_args(kinds.get("reason"))
+        return kind(text, **({"reason": reasons[0]} if reasons else {}))
     samples: dict[Any, Any] = {
         str: text,
         Sequence[str]: [text, f"{text} again"],
@@ -87,6 +92,33 @@ def test_copies_have_the_text_the_fields_and_the_notes(kind: type[WeightswapErro
         assert getattr(twice, "msg", str(error)) == str(error)  # of an ImportError
         with pytest.raises(kind, match=r"a text"):
             raise twice
+
+
+REASONS: dict[Any, tuple[str, ...]] = {
+    errors.WeightFileError: ("unreadable", "damaged", "truncated", "denied"),
+    errors.NotPromoted: ("held", "superseded", "unproven"),
+    errors.ContextError: ("busy", "interrupted", "closed", "mismatch", "file"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(kind, reason) for kind, reasons in REASONS.items() for reason in reasons]
+)
+def test_a_reason_stays_in_copies_and_in_documents(kind: Any, reason: str) -> None:
+    error = kind("a text", reason=reason)
+    copied = [make_copy(error) for make_copy in COPIES]
+    if isinstance(error, errors.SwapError):
+        sent = msgspec.json.encode(Refusal.of(error))
+        copied.append(msgspec.json.decode(sent, type=Refusal).as_error())
+    assert {(type(each), str(each), each.reason) for each in copied} == {(kind, "a text", reason)}
+    event = Event("refused", "v1", "", "0" * 64, error=error)
+    assert event.as_dict()["error"] == {"error": kind.__name__, "reason": reason, "message": "a text", "problems": ()}
+    assert (refusal_of(event).reason, admin_failure_of(error).reason) == (reason, reason)
+
+
+def test_the_classes_with_reasons_are_these() -> None:
+    declared = {kind: get_args(get_type_hints(kind.__init__).get("reason")) for kind in FAMILY}
+    assert {kind: reasons for kind, reasons in declared.items() if reasons} == REASONS
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from tests.support.administered import TOKEN
 from tests.support.served import as_json
 from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact
-from weightswap_runtime import Held, Superseded
+from weightswap_runtime import NotPromoted
 from weightswap_runtime.transfer.admin_client import AdminClient, AdminRefused
 
 WORKERS = 2
@@ -126,7 +126,7 @@ class Day:
             self.good[seed] = weights_id_of(path)
             self.expected[self.good[seed]] = eager(seed)
         if seed in self.plan.held:
-            with pytest.raises(Held):
+            with pytest.raises(NotPromoted):
                 self.service.place.promote(path, by="trainer")
         else:
             self.service.place.promote(path, by="trainer")
@@ -154,7 +154,7 @@ class Day:
     def release(self) -> None:
         self.service.place.release(revision=self.service.revision)
         bad = self.service.folder / f"v{self.plan.rollback}.safetensors"
-        with pytest.raises(Superseded):
+        with pytest.raises(NotPromoted):
             self.service.place.promote(bad, by="trainer")
 
     def agree(self, wanted: str) -> None:

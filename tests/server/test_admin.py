@@ -19,7 +19,7 @@ import tritonclient.http as triton
 from tests.support.administered import BEARER, TOKEN, administered, call, change, status
 from tests.support.served import as_json, ask
 from tests.support.tiny import SLOW, TinyArtifact, WriteDelta, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, LeaseTimeout, load
+from weightswap_runtime import DesiredPlace, WaitTimeout, load
 from weightswap_runtime.live.staged import Staged
 from weightswap_server import Server
 from weightswap_server.admin.journal import JournalState
@@ -126,13 +126,13 @@ def test_what_is_refused_changes_nothing_and_is_remembered(
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(weight_file(2).read_bytes()[:-3])
     nan = tiny.write(tmp_path / "nan.safetensors", tiny.values(2) | {"bias": torch.full((5,), torch.nan)})
-    for source, kind in ((bad, "TruncatedFile"), (nan, "NonFiniteWeights"), (tmp_path / "none", "WeightFileError")):
+    for source, kind in ((bad, "WeightFileError"), (nan, "NonFiniteWeights"), (tmp_path / "none", "WeightFileError")):
         refused = change(server, "swap", source=str(source))
         assert (refused.status, refused.json["kind"]) == (422, kind)
         assert refused.json["error"]
     assert serves(server.service.served[0].model, 1)
     refusals = call(server, "/admin/models/tiny/history").json["refusals"]
-    assert [each["kind"] for each in refusals] == ["TruncatedFile", "NonFiniteWeights", "WeightFileError"]
+    assert [each["kind"] for each in refusals] == ["WeightFileError", "NonFiniteWeights", "WeightFileError"]
     assert {each["by"] for each in refusals} == {"token"}
     assert [line["outcome"] for line in audited(tmp_path)] == ["begun", "refused"] * 3
     assert change(server, "swap", source=str(nan), allow_nonfinite=["bias"]).status == 200
@@ -235,7 +235,7 @@ def test_a_reason_is_told_before_its_commit(
     def die(staged: Staged, **options: Any) -> Any:
         before.append(dict(told[-1].whys))
         if fails:
-            raise LeaseTimeout("a worker holds it")
+            raise WaitTimeout("a worker holds it")
         return commit(staged, **options)
 
     monkeypatch.setattr(Staged, "commit", die)
@@ -361,7 +361,7 @@ def damaged_goldens(file: Path) -> None:
     file.with_name(f"{file.stem}.goldens.safetensors").write_bytes(b"no goldens at all")
 
 
-@pytest.mark.parametrize(("spoil", "kind"), [(damaged, "DigestMismatch"), (damaged_goldens, "DamagedFile")])
+@pytest.mark.parametrize(("spoil", "kind"), [(damaged, "DigestMismatch"), (damaged_goldens, "WeightFileError")])
 def test_a_rollback_verifies_what_is_no_longer_in_memory(
     spoil: Callable[[Path], None], kind: str, server: Server, place: DesiredPlace, weight_file: WriteWeights
 ) -> None:
@@ -519,7 +519,7 @@ def test_what_was_written_is_committed_as_soon_as_it_can_be(
     def held(staged: Staged, **options: Any) -> Any:
         tries.append(staged.weights_id)
         if len(tries) == 1:
-            raise LeaseTimeout("a worker holds it")
+            raise WaitTimeout("a worker holds it")
         return commit(staged, **options)
 
     monkeypatch.setattr(Staged, "commit", held)

@@ -18,7 +18,7 @@ from tests.support.administered import BEARER, TOKEN, administered, call, change
 from tests.support.handmade import hand_made, written
 from tests.support.served import Reply, as_json, ask
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, LeaseTimeout, Model, load
+from weightswap_runtime import DesiredPlace, Model, WaitTimeout, load
 from weightswap_runtime.following.controller import Lease
 from weightswap_runtime.following.place import stamp_of
 from weightswap_runtime.live import receipt
@@ -217,7 +217,7 @@ def nowhere(rig: Rig, tiny: TinyArtifact) -> str:
     ("path", "status", "kind"),
     [
         (nan, 422, "NonFiniteWeights"),
-        (truncated, 422, "TruncatedFile"),
+        (truncated, 422, "WeightFileError"),
         (of_other_outputs, 422, "GoldenMismatch"),
         (outside, 403, "Forbidden"),
         (nowhere, 422, "WeightFileError"),
@@ -394,7 +394,7 @@ def test_trainers_heed_a_hold_and_what_was_withdrawn(rig: Rig, weight_file: Writ
     until(lambda: serves(rig.model, 2))
     place.rollback(revision=2, by="ann", why="slow", hold=True)
     until(lambda: serves(rig.model, 1))
-    for seed, kind in ((3, "Held"), (2, "Superseded")):
+    for seed, kind in ((3, "NotPromoted"), (2, "NotPromoted")):
         refused = rig.post(FROM_DISK, {"model_path": rig.file(seed)})
         assert (refused.status, refused.json["kind"]) == (400, kind)
         assert (rig.post(START).status, rig.update(seed).status, rig.post(FINISH).status) == (200, 200, 409)
@@ -510,7 +510,7 @@ def test_operators_and_trainers_do_not_commit_each_others_weights(rig: Rig) -> N
 
 def test_a_commit_that_fails_leaves_nothing_staged(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(staged: Staged, **options: Any) -> Any:
-        raise LeaseTimeout("calls hold the memory")
+        raise WaitTimeout("calls hold the memory")
 
     rig.post(START)
     assert rig.update(2).status == 200
@@ -605,7 +605,7 @@ def test_weights_that_are_desired_but_not_served_yet_are_no_success(
     rig: Rig, place: DesiredPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(staged: Staged, **options: Any) -> Any:
-        raise LeaseTimeout("calls hold the memory")
+        raise WaitTimeout("calls hold the memory")
 
     monkeypatch.setattr("weightswap_server.admin.journal._TIMEOUT", 0.2)
     monkeypatch.setattr(Staged, "commit", fail)

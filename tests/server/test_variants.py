@@ -29,7 +29,7 @@ from tests.support.administered import BEARER, TOKEN, administered, call, change
 from tests.support.served import Reply, as_json, ask, occupied, serving
 from tests.support.watched import eventually
 from weightswap_exporter import export, export_decoder, pack
-from weightswap_runtime import Model, SwapError, UnknownVariant, load
+from weightswap_runtime import Model, SwapError, UnknownName, load
 from weightswap_runtime.errors import Unsupported
 from weightswap_server import Server
 from weightswap_server.serving import ModelSource, variants_of
@@ -304,7 +304,7 @@ def test_what_is_admitted_holds_for_variants(folder: Path) -> None:
     assert asked[-1] == ("a.safetensors", receipt.weights_id)
     with pytest.raises(SwapError, match="not for us"):
         model.add_variant("low", "b", folder / "b.safetensors")
-    with pytest.raises(UnknownVariant):
+    with pytest.raises(UnknownName):
         model(torch.from_numpy(X), variants={"low": "b"})
     assert list(model.variants["low"]) == ["a"]
 

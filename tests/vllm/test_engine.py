@@ -22,7 +22,6 @@ from weightswap_runtime import (
     DigestMismatch,
     GraphMismatch,
     NonFiniteWeights,
-    TruncatedFile,
     UnexpectedWeights,
     WeightFile,
     WeightFileError,
@@ -140,7 +139,7 @@ def goldens(path: Path, tiny: TinyArtifact) -> None:
 
 REFUSED: dict[Callable[[Path, TinyArtifact], object], tuple[type[Exception], str]] = {
     damaged: (DigestMismatch, "the file records the digest"),
-    cut_off: (TruncatedFile, "bytes"),
+    cut_off: (WeightFileError, "bytes"),
     without_digests: (WeightFileError, "not a packed weight file"),
     of_another_graph: (GraphMismatch, "packed for the graph 000000000000"),
     with_nan: (NonFiniteWeights, "bias: 5 NaN"),

@@ -24,7 +24,7 @@ from tests.wild.tiny import tiny
 from weightswap_exporter import pack
 from weightswap_exporter.commands.hf_directory import directory_model, export_directory
 from weightswap_exporter.commands.hf_inputs import describe, sample_inputs
-from weightswap_runtime import CaptureError, OutOfMemory, RecipeError, Unsupported, WeightswapError, load
+from weightswap_runtime import CaptureError, ExportError, OutOfMemory, Unsupported, WeightswapError, load
 
 _MEMORY = 10 << 30
 _SECONDS_FOR_SIZES = 12
@@ -113,7 +113,7 @@ def _survey(model_type: str, exporting: bool) -> Outcome:
             return Outcome(REFUSED, describe(inputs), str(error))
         except OutOfMemory as error:
             return Outcome(LARGE, describe(inputs), str(error))
-        except RecipeError as error:  # eager took them once by chance
+        except ExportError as error:  # eager took them once by chance
             return Outcome(UNKNOWN, reason=str(error))
 
 
@@ -131,7 +131,7 @@ def _smallest(model_type: str, folder: Path) -> tuple[Any, dict[str, Any]] | Out
             continue
         try:
             return model, sample_inputs(model).kwargs
-        except RecipeError as error:
+        except ExportError as error:
             unknown = Outcome(UNKNOWN, reason=str(error))
         if "is not known here" in unknown.reason or time.process_time() - start > _SECONDS_FOR_SIZES:
             break

@@ -15,7 +15,7 @@ from weightswap_runtime import Artifact
 from weightswap_runtime.engines import aoti_package as aoti_targets
 from weightswap_runtime.engines import onnx_names
 from weightswap_runtime.engines.choosing import ENGINES
-from weightswap_runtime.errors import CaptureError, ExportError, UnknownMethod, Unsupported, WeightswapError
+from weightswap_runtime.errors import CaptureError, ExportError, UnknownName, Unsupported, WeightswapError
 from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from weightswap_runtime.memory.device_memory import HOST, device_name
 from weightswap_runtime.sources.writing import new_file
@@ -60,7 +60,7 @@ def compile_engines(
     tell: a callback that gets the name of each step.
 
     Existing files of the same engine, machine and method are replaced; the graph id stays. Returns the artifact with
-    its new files. Processes that serve it are not disturbed. Raises Unsupported, UnknownMethod, MissingExtra,
+    its new files. Processes that serve it are not disturbed. Raises Unsupported, UnknownName, MissingExtra,
     ArtifactError, CaptureError for a graph that the engine cannot express, and ExportError.
     """
     check_engines(engines)
@@ -85,9 +85,7 @@ def compile_engines(
 def _checked_methods(artifact: Artifact, methods: Sequence[str] | None) -> Sequence[str]:
     names = artifact.methods if methods is None else [methods] if isinstance(methods, str) else methods
     if unknown := [name for name in names if name not in artifact.methods]:
-        raise UnknownMethod(
-            f"{unknown[0]!r} is not a method of this artifact, which has: {', '.join(artifact.methods)}"
-        )
+        raise UnknownName(f"{unknown[0]!r} is not a method of this artifact, which has: {', '.join(artifact.methods)}")
     return names
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines import onnx_names
 from weightswap_runtime.engines.onnx_names import element_of
-from weightswap_runtime.errors import ExportError, UnknownMethod, Unsupported, WeightsMismatch
+from weightswap_runtime.errors import ExportError, UnknownName, Unsupported, WeightsMismatch
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import StoredTensor, open_weights
 from weightswap_runtime.sources.byte_source import LocalFile
@@ -40,7 +40,7 @@ def export_onnx(
     new content, whatever that is. method: by default `forward`, or the only one. State stays an input, with its value
     after the call as an output (`NAME.after`).
 
-    Returns the path of the model. Raises ArtifactError, CaptureError, UnknownMethod, Unsupported, ExportError, and the
+    Returns the path of the model. Raises ArtifactError, CaptureError, UnknownName, Unsupported, ExportError, and the
     errors of opening weights.
     """
     check_writable(out)
@@ -67,7 +67,7 @@ def export_onnx(
 def _method(artifact: Artifact, method: str | None) -> str:
     name = method or ("forward" if "forward" in artifact.methods or len(artifact.methods) != 1 else artifact.methods[0])
     if name not in artifact.methods:
-        raise UnknownMethod(f"{name!r} is not a method of this artifact, which has: {', '.join(artifact.methods)}")
+        raise UnknownName(f"{name!r} is not a method of this artifact, which has: {', '.join(artifact.methods)}")
     return name
 
 

@@ -26,7 +26,7 @@ from weightswap_exporter.modules.tensors import ModelView, named_tensors, unwrap
 from weightswap_exporter.packing import pack
 from weightswap_runtime import Artifact, read_weights
 from weightswap_runtime.engines.torch_cpu import environment_here
-from weightswap_runtime.errors import CheckpointError, ParityError, RecordingError, Unsupported, WeightFileError, listed
+from weightswap_runtime.errors import CheckpointError, ParityError, Unsupported, WeightFileError, listed
 from weightswap_runtime.format.goldens import Goldens, artifact_goldens, goldens_beside, open_goldens
 from weightswap_runtime.format.signature import leaves
 from weightswap_runtime.format.weight_set import open_weights
@@ -61,7 +61,7 @@ def record_outputs(
 ) -> None:
     """Write the eager model's outputs as a goldens file and create its folder. Arguments are those of `compare`.
 
-    Generated calls that the model refuses are left out. Raises RecordingError and ParityError.
+    Generated calls that the model refuses are left out. Raises ParityError.
     """
     compared_cases = calls_to_compare(artifact, "generated" if cases is None else cases, [], seed)
     plain = checked_model(unwrapped(model), artifact)
@@ -82,7 +82,7 @@ def check_outputs(
 
     The tolerance is that of the recording. Without one, outputs must be equal bit for bit on the same kind of machine,
     else within the tolerances of their dtypes. The goldens may be of another graph with the same methods. Raises
-    ParityError if there is no file, and GoldensError for one that does not fit.
+    ParityError if there is no file, and WeightFileError for one that does not fit.
     """
     if not Path(path).exists():
         raise ParityError(
@@ -124,7 +124,7 @@ def checked_model(model: nn.Module, artifact: Artifact) -> nn.Module:
     view = ModelView(model)
     try:
         check_has_values(view)
-    except RecordingError as error:
+    except ParityError as error:
         raise ParityError(error.problems, "A skeleton cannot be run: build the model outside skeleton().") from error
     if problems := [*model_problems(view, artifact), *type_problems(view, artifact.manifest)]:
         raise ParityError(problems, "Compare with the model that was exported, on the CPU and in its dtypes.")
@@ -157,7 +157,7 @@ def check_request(
 
 
 def recorded_inputs(artifact: Artifact, weights: PathLike) -> list[Goldens]:
-    """Return the goldens of this graph beside the weights and in the artifact. Raises GoldensError."""
+    """Return the goldens of this graph beside the weights and in the artifact. Raises WeightFileError."""
     beside = goldens_beside(weights, artifact.manifest, allow_other_graph=True)
     return [goldens for goldens in (beside, artifact_goldens(artifact)) if goldens is not None and goldens.same_graph]
 

@@ -30,7 +30,7 @@ from weightswap_exporter.goldens import (
 from weightswap_exporter.modules.stand_ins import first_line, frame_of
 from weightswap_exporter.modules.tensors import ModelView
 from weightswap_runtime import Model, load
-from weightswap_runtime.errors import InputMismatch, ParityError, RecordingError, WeightswapError
+from weightswap_runtime.errors import InputMismatch, ParityError, WeightswapError
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import Goldens
 from weightswap_runtime.format.signature import Signature, Sizes, call_arguments, leaves
@@ -91,7 +91,7 @@ def _calls_of_user(artifact: Artifact, cases: Requested) -> list[CallCase]:
         request = wanted_goldens(cases, None, artifact.methods)
         assert request is not None
         flat = checked_inputs(request.calls, artifact.manifest)
-    except RecordingError as error:
+    except ParityError as error:
         raise ParityError(error.problems, error.advice) from error
     return [
         CallCase(f"case {number}", "given", with_literals(call, artifact.manifest), values)

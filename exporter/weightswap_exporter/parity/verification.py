@@ -201,7 +201,7 @@ class _Checks:
     weights_id: str = ""
 
     def cases(self, recipe: Mapping[str, Any], seed: int) -> list[CallCase]:
-        """Return the recipe's sample inputs, recorded ones and generated ones. Raises ParityError and GoldensError."""
+        """Return the recipe's inputs, recorded ones and generated ones. Raises ParityError and WeightFileError."""
         samples = _samples(recipe)
         sample_cases = calls_to_compare(self.artifact, samples, [], seed) if samples else []
         return sample_cases + calls_to_compare(self.artifact, None, recorded_inputs(self.artifact, self.weights), seed)

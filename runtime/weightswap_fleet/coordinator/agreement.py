@@ -99,7 +99,7 @@ class Agreement:
     def publish(self, source: str, known: Known, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
         """Change the weights of all nodes, but never undo an operator's hold or rollback.
 
-        Raises Held, Superseded, and what `swap` raises.
+        Raises NotPromoted, and what `swap` raises.
         """
         state = self._place.read()
         check_promotable(state, known.weights_id, printable(source))

@@ -36,7 +36,15 @@ from weightswap_fleet.errors import UnknownFleet
 from weightswap_fleet.metrics import joined
 from weightswap_fleet.node.keeper import NodeKeeper
 from weightswap_fleet.node.relay import ObjectDescription, Relay, RelayMethods
-from weightswap_runtime.errors import Held, StageClosed, StagingBusy, WeightswapError, check_said, text_of, with_rule
+from weightswap_runtime.errors import (
+    StageClosed,
+    StagingBusy,
+    WeightswapError,
+    check_said,
+    reason_of,
+    text_of,
+    with_rule,
+)
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
 from weightswap_runtime.following.place import DesiredPlace, Known, described, known_weights
 
@@ -213,9 +221,10 @@ class Controller:
         try:
             why = with_rule(weights.why, f"trial: {rule}")
             self._agreement().publish(source, _known(weights), weights.by, why, DEADLINES)
-        except Held as error:
-            _log.info("%s: %s", self._fleet, error)
         except WeightswapError as error:
+            if reason_of(error) == "held":
+                _log.info("%s: %s", self._fleet, error)
+                return
             trial.end()
             self._conclude(trial, "aborted", f"{type(error).__name__}: {text_of(error)}")
         else:

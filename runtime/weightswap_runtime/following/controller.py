@@ -22,7 +22,7 @@ from threading import RLock
 from typing import Literal, TypeVar
 from uuid import uuid4
 
-from weightswap_runtime.errors import NothingToRollBack, StageCancelled, StageClosed, StageTimeout, StagingBusy
+from weightswap_runtime.errors import NothingToRollBack, StageCancelled, StageClosed, StagingBusy, WaitTimeout
 from weightswap_runtime.jobs import fork_safe
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.session import Member
@@ -190,7 +190,7 @@ class Controller:
             staged.run()
             return
         while not staged.done:
-            with suppress(StageTimeout):
+            with suppress(WaitTimeout):
                 staged.wait(self.interval)
             if not staged.done and not is_wanted():
                 staged.cancel_soon()

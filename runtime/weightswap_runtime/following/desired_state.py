@@ -10,10 +10,9 @@ from msgspec.structs import replace
 
 from weightswap_runtime.errors import (
     BaseMismatch,
-    DesiredDamaged,
-    Held,
+    DesiredError,
     NothingToRollBack,
-    Superseded,
+    NotPromoted,
     Unsupported,
     listed,
 )
@@ -98,47 +97,53 @@ def encode(state: DesiredState) -> bytes:
 
 
 def decode(raw: bytes | None, where: str) -> DesiredState:
-    """Decode a document; None, for an absent one, gives revision 0. Raises DesiredDamaged."""
+    """Decode a document; None, for an absent one, gives revision 0. Raises DesiredError."""
     if raw is None:
         return DesiredState()
     try:
         version = msgspec.json.decode(raw, type=_Versioned).desired_version
         if version not in (None, FORMAT_VERSION):
-            raise DesiredDamaged(
+            raise DesiredError(
                 f"{where}: format version {version}; this runtime reads {FORMAT_VERSION}. Install the weightswap that "
                 "wrote it."
             )
         state = msgspec.json.decode(raw, type=DesiredState)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise DesiredDamaged(
+        raise DesiredError(
             f"{where}: not a desired state ({error}). Put back the last one that weightswap wrote, or remove it, set "
             "the weights again, and hold: what was withdrawn is forgotten then."
         ) from error
     if state.revision == 0 or version is None:
-        raise DesiredDamaged(f"{where}: not a desired state (no version, or no revision). Let weightswap write it.")
+        raise DesiredError(f"{where}: not a desired state (no version, or no revision). Let weightswap write it.")
     return state
 
 
 def check_promotable(state: DesiredState, weights_id: str, source: object) -> None:
-    """Raise Held, or Superseded for weights that were withdrawn. The weights that are desired now always pass."""
+    """Raise NotPromoted during a hold and for weights that were withdrawn. Those that are desired now always pass."""
     if state.weights_id == weights_id:
         return
     for withdrawn in state.withdrawn:
         if withdrawn.weights_id == weights_id:
-            raise Superseded(
+            raise NotPromoted(
                 f"{source}: its weights {weights_id[:SHOWN]} were desired{_by(withdrawn.by)}, then withdrawn. Publish "
-                "other weights, or set these by hand."
+                "other weights, or set these by hand.",
+                reason="superseded",
             )
     if state.hold is not None:
         why = f": {state.hold.why}" if state.hold.why else ""
-        raise Held(f"{source}: not promoted, because promotion is on hold{_by(state.hold.by)}{why}. Release it first.")
+        raise NotPromoted(
+            f"{source}: not promoted, because promotion is on hold{_by(state.hold.by)}{why}. Release it first.",
+            reason="held",
+        )
 
 
 def check_new(state: DesiredState, weights_id: str, source: object) -> None:
-    """Raise Superseded for weights that were desired before: for promotions that nobody has asked for, of files that
+    """Raise NotPromoted for weights that were desired before: for promotions that nobody has asked for, of files that
     were found."""
     if any(weights.weights_id == weights_id for weights in state.history):
-        raise Superseded(f"{source}: its weights {weights_id[:SHOWN]} were desired before, and later replaced")
+        raise NotPromoted(
+            f"{source}: its weights {weights_id[:SHOWN]} were desired before, and later replaced", reason="superseded"
+        )
 
 
 def _by(who: str) -> str:

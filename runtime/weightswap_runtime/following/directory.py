@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from weightswap_runtime.errors import AccessDenied, StageCancelled, Unsupported, WeightFileError, WeightswapError
+from weightswap_runtime.errors import StageCancelled, Unsupported, WeightFileError, WeightswapError
 from weightswap_runtime.format.delta import delta_stamp
 from weightswap_runtime.format.weight_set import (
     GOLDENS_SUFFIX,
@@ -112,7 +112,9 @@ def _web_fingerprint(url: Url, check: Check) -> Hashable:
     for name in (url.name, *companions(url.name)):
         try:
             source = find_object(url.with_name(name), check)
-        except AccessDenied:  # a signed URL opens one object only
+        except WeightFileError as error:
+            if error.reason != "denied":  # a signed URL opens one object only
+                raise
             found.append(UNKNOWN)
         else:
             found.append(source.pin if source else "absent")

@@ -17,24 +17,20 @@ from typing import Any, Literal, Protocol
 
 from weightswap_runtime.errors import (
     BaseMismatch,
-    DamagedFile,
     DesiredError,
     DigestMismatch,
     GoldenMismatch,
-    GoldensError,
-    Held,
-    LeaseTimeout,
     ModelFailed,
+    NotPromoted,
     OutOfMemory,
     RanksRefused,
     StageCancelled,
     StagingBusy,
-    Superseded,
-    TruncatedFile,
-    Unproven,
     Unsupported,
+    WaitTimeout,
     WeightFileError,
     WeightswapError,
+    reason_of,
 )
 from weightswap_runtime.format.weight_set import INDEX_SUFFIX, shard_set
 from weightswap_runtime.live.receipt import Event
@@ -48,18 +44,19 @@ NoticeKind = Literal["skipped", "unreachable", "waiting"]
 LONGEST_DELAY = 300.0  # seconds between two tries
 MOST_REMEMBERED = 10_000  # files that have disappeared
 PATIENCE = 60.0  # seconds without a change after which a truncated file counts as damaged
-# errors that other bytes under the same header can mend
-_MENDABLE = (DamagedFile, DigestMismatch, GoldenMismatch, GoldensError)
+_MENDABLE = (WeightFileError, DigestMismatch, GoldenMismatch)  # by other bytes under the same header
 _TRANSIENT = (
     BaseMismatch,
     DesiredError,
-    LeaseTimeout,
+    WaitTimeout,
     ModelFailed,
+    NotPromoted,  # under a hold
     OutOfMemory,
     RanksRefused,  # whatever the reason is on each
     StagingBusy,
     WeightFileError,
 )
+_FINAL = ("damaged", "truncated", "superseded", "unproven")  # reasons that the next try would meet again
 
 
 class Intake:
@@ -328,7 +325,7 @@ class Intake:
             if str(before) != str(error):
                 target.notify("skipped", printable(file.entry.path), error)
             return
-        if isinstance(error, Held):  # a hold may be released at any time, so the pauses do not grow
+        if reason_of(error) == "held":  # it may be released at any time, so the pauses do not grow
             if str(before) != str(error):
                 target.notify("waiting", printable(file.entry.path), error)
         else:
@@ -352,7 +349,10 @@ class Intake:
     def _skip_superseded(self, file: _File, target: WatchTarget) -> None:
         assert self._last_taken is not None
         where, later = printable(file.entry.path), self._last_taken.entry.name
-        error = Superseded(f"{where}: passed over, because {later} comes later and was taken{_why_not_before(file)}")
+        error = NotPromoted(
+            f"{where}: passed over, because {later} comes later and was taken{_why_not_before(file)}",
+            reason="superseded",
+        )
         file.settled, file.error = True, error
         target.notify("skipped", where, error)
 
@@ -389,10 +389,10 @@ class _File:
         self.key = order(self.entry)
 
     @property
-    def truncation(self) -> TruncatedFile | None:
+    def truncation(self) -> BaseException | None:
         """The error of a truncated file, which may still be being copied."""
         error = self.peek.error if self.peek else None
-        return error if isinstance(error, TruncatedFile) else None
+        return error if reason_of(error) == "truncated" else None
 
 
 class _NotNowError(Exception):
@@ -445,7 +445,7 @@ def refused_weights(event: Event) -> str:
 def is_transient(error: Exception) -> bool:
     """Return whether a retry of the same file may help: it could not be read, or the model was not ready for it."""
     if isinstance(error, WeightswapError):
-        return isinstance(error, _TRANSIENT) and not isinstance(error, DamagedFile | Unproven)
+        return isinstance(error, _TRANSIENT) and error.reason not in _FINAL
     return True
 
 

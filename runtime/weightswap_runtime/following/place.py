@@ -19,7 +19,6 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from weightswap_runtime.errors import (
-    DesiredDamaged,
     DesiredError,
     GraphMismatch,
     RevisionConflict,
@@ -87,7 +86,7 @@ class DesiredPlace:
         """Return the desired state; revision 0 if nothing was written yet.
 
         check: called every few milliseconds during the wait for a remote response; it may raise to end the wait. Raises
-        DesiredError if the document cannot be read, and DesiredDamaged if it is invalid.
+        DesiredError if the document cannot be read, or is invalid.
         """
         return self._read(check)[1]
 
@@ -212,7 +211,7 @@ class DesiredPlace:
         place, and a delta from an earlier one of the files that lead to them, are recorded in a new revision, except
         during a hold.
 
-        Raises Held, Superseded for weights that were withdrawn, DesiredError, and what `set` raises.
+        Raises NotPromoted during a hold and for weights that were withdrawn, DesiredError, and what `set` raises.
         """
         facts = known or known_weights(source)
         for _ in range(_MOST_TRIES):
@@ -310,7 +309,7 @@ class DesiredPlace:
             written = trimmed(written)
             content = encode(written)
             decode(content, self.where)  # a document that no reader would accept must not be written
-        except (UnicodeEncodeError, TypeError, DesiredDamaged) as error:
+        except (UnicodeEncodeError, TypeError, DesiredError) as error:
             raise Unsupported(
                 f"{self.where}: by, why, a path or a label is not text that JSON can hold ({error})"
             ) from error

@@ -17,9 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
 from weightswap_runtime.errors import (
+    NotPromoted,
     StageCancelled,
-    Superseded,
-    Unproven,
     Unsupported,
     check_timeout,
     is_number,
@@ -407,7 +406,7 @@ class ModelTarget(Controller):
         return identify(part_of(manifest, only).weights, identity.digests, {}).weights_id
 
     def _needs(self, path: PathLike, weights_id: str) -> bool:
-        """Return whether these weights are not served yet. Raises Superseded if they were rolled back.
+        """Return whether these weights are not served yet. Raises NotPromoted if they were rolled back.
 
         With a promotion, the place knows what was rolled back.
         """
@@ -428,13 +427,13 @@ class Promotion(NamedTuple):
     by: str  # the promoter
 
     def check(self, files: Iterable[BaseFile], check: Check) -> None:
-        """Raise Held, Superseded or DesiredError if a staging of files could not be promoted anyway."""
+        """Raise NotPromoted or DesiredError if a staging of files could not be promoted anyway."""
         state = self.place.read(check)
         for path, weights_id in files:
             self._check(path, weights_id, state)
 
     def promote(self, path: str | Path, staged: Staged, known: Known) -> None:
-        """Make the staged weights the desired ones. Raises Unproven, and what `DesiredPlace.promote` raises."""
+        """Make the staged weights the desired ones. Raises NotPromoted, and what `DesiredPlace.promote` raises."""
         if self.policy == "proven":
             check_proven(printable(path), staged.verified, list(staged.nonfinite))
         may = partial(self._check, path, staged.weights_id)
@@ -446,7 +445,7 @@ class Promotion(NamedTuple):
         return {entry.name for entry in entries if str(entry.path) in known}
 
     def _check(self, path: PathLike, weights_id: str, state: DesiredState) -> None:
-        """Raise Held, or Superseded if a watcher that comes late would go back: nobody has asked for this file."""
+        """Raise NotPromoted under a hold, or if a late watcher would go back: nobody has asked for this file."""
         if state.weights_id == weights_id:
             return
         check_promotable(state, weights_id, printable(path))
@@ -455,7 +454,10 @@ class Promotion(NamedTuple):
         for weights in state.known:
             known_folder, _, known_name = str(self.place.locate(weights)).rpartition("/")
             if known_folder == folder and order_of_names(known_name) > order_of_names(name):
-                raise Superseded(f"{printable(path)}: not promoted, because {known_name} comes later and already was")
+                raise NotPromoted(
+                    f"{printable(path)}: not promoted, because {known_name} comes later and already was",
+                    reason="superseded",
+                )
 
 
 def check_promotion_policy(policy: str) -> None:
@@ -465,11 +467,12 @@ def check_promotion_policy(policy: str) -> None:
 
 
 def check_proven(where: str, verified: str, nonfinite: list[str]) -> None:
-    """Raise Unproven unless recorded outputs were reproduced by finite weights."""
+    """Raise NotPromoted unless recorded outputs were reproduced by finite weights."""
     if nonfinite:
-        raise Unproven(f"{where}: not promoted, because {listed(nonfinite)} are not finite")
+        raise NotPromoted(f"{where}: not promoted, because {listed(nonfinite)} are not finite", reason="unproven")
     if verified != "goldens":
-        raise Unproven(
+        raise NotPromoted(
             f"{where}: not promoted, because no outputs were recorded for these weights (verified: {verified!r}). "
-            "Record them with pack(goldens=...) or publish(goldens=...), or promote with policy='newest'"
+            "Record them with pack(goldens=...) or publish(goldens=...), or promote with policy='newest'",
+            reason="unproven",
         )

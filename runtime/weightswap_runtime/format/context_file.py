@@ -17,8 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from weightswap_runtime.errors import (
-    ContextFileError,
-    ContextMismatch,
+    ContextError,
     OutOfMemory,
     Unsupported,
     WeightFileError,
@@ -66,13 +65,14 @@ class SavedContext(NamedTuple):
     state: Mapping[str, TensorBytes]  # by the names of the manifest's rows
 
     def check_weights(self, served: str | None) -> None:
-        """Raise ContextMismatch if the context was made with weights other than the served ones."""
+        """Raise ContextError if the context was made with weights other than the served ones."""
         made_with = self.stamp.weights_id
         if made_with is not None and served is not None and made_with != served:
-            raise ContextMismatch(
+            raise ContextError(
                 f"{self.where}: was made with the weights {made_with[:12]}, but {served[:12]} are served. "
                 "Swap the former in, or start a new context. allow_other_weights=True would mix both: what follows "
-                "comes from neither"
+                "comes from neither",
+                reason="mismatch",
             )
 
 
@@ -117,31 +117,32 @@ def read_context(
 ) -> SavedContext:
     """Read a context that `write_context` wrote, from a local path or a URL, into memory.
 
-    graph_id: the graph to which it must belong; None accepts any. Raises ContextMismatch for another graph, before the
-    tensors are checked, ContextFileError for a file that is missing, is no context, was altered, or does not have the
-    tensors of `rows`, and OutOfMemory.
+    graph_id: the graph to which it must belong; None accepts any. Raises ContextError for another graph, before the
+    tensors are checked, and for a file that is missing, is no context, was altered, or does not have the tensors of
+    `rows`; and OutOfMemory.
     """
     where = str(as_location(path))
     try:
         source = find_source(path)
         if source is None:
-            raise ContextFileError(f"{where}: no such file")
+            raise ContextError(f"{where}: no such file", reason="file")
         with closing(source):
             return _read(source, where, rows, graph_id)
     except WeightFileError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            raise ContextFileError(f"{where}: no such file") from error
-        raise ContextFileError(str(error)) from error
+            raise ContextError(f"{where}: no such file", reason="file") from error
+        raise ContextError(str(error), reason="file") from error
 
 
 def _read(source: ByteSource, where: str, rows: Sequence[NamedTensor], graph_id: str | None) -> SavedContext:
     header = read_header(source, LEAST_HEADER + sum(1000 + 6 * len(row.name) for row in rows))
     stamp = _stamp(header.metadata, where)
     if graph_id is not None and stamp.graph_id != graph_id:
-        raise ContextMismatch(
+        raise ContextError(
             f"{where}: belongs to the graph {stamp.graph_id[:12]}, but the model has {graph_id[:12]}. Load "
             "it with the artifact that it was saved with, or start a new context. allow_other_graph=True is for a "
-            "state that means the same in both"
+            "state that means the same in both",
+            reason="mismatch",
         )
     _refuse(where, _row_problems(header.tensors, rows))
     size = source.size - header.data_start  # no more than the state's: its tensors were checked first
@@ -160,15 +161,17 @@ def _stamp(metadata: Mapping[str, str], where: str) -> ContextStamp:
     try:
         stamp = msgspec.json.decode(metadata.get(METADATA_KEY, ""), type=ContextStamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ContextFileError(f"{where}: is not a context that Context.save() wrote ({error})") from error
+        raise ContextError(f"{where}: is not a context that Context.save() wrote ({error})", reason="file") from error
     if stamp.context_version != _FORMAT_VERSION:
-        raise ContextFileError(f"{where}: has the format version {stamp.context_version}, expected {_FORMAT_VERSION}")
+        raise ContextError(
+            f"{where}: has the format version {stamp.context_version}, expected {_FORMAT_VERSION}", reason="file"
+        )
     return stamp
 
 
 def _refuse(where: str, problems: Iterable[str]) -> None:
     if texts := list(problems):
-        raise ContextFileError(f"{where}: is not the state of this model: {listed(texts, between='; ')}")
+        raise ContextError(f"{where}: is not the state of this model: {listed(texts, between='; ')}", reason="file")
 
 
 def _row_problems(tensors: Mapping[str, FileTensor], rows: Sequence[NamedTensor]) -> Iterator[str]:

@@ -20,7 +20,6 @@ from msgspec.structs import replace
 
 from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import (
-    DamagedFile,
     DigestMismatch,
     GraphMismatch,
     Unsupported,
@@ -76,18 +75,22 @@ class DeltaStamp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
-    """Return the stamp of a delta file; None for other files. Raises DamagedFile."""
+    """Return the stamp of a delta file; None for other files. Raises WeightFileError."""
     text = weights.metadata.get(DELTA_KEY)
     if text is None:
         return None
     try:
         stamp = msgspec.json.decode(text, type=DeltaStamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise DamagedFile(f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}") from error
+        raise WeightFileError(
+            f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}", reason="damaged"
+        ) from error
     if problem := label_problem(stamp.labels):
-        raise DamagedFile(f"{weights.where}: {problem}")
+        raise WeightFileError(f"{weights.where}: {problem}", reason="damaged")
     if problems := list(_problems(stamp, weights)):
-        raise DamagedFile(f"{weights.where}: contradicts itself: {listed(problems, between='; ')}. {_AGAIN}")
+        raise WeightFileError(
+            f"{weights.where}: contradicts itself: {listed(problems, between='; ')}. {_AGAIN}", reason="damaged"
+        )
     return stamp
 
 
@@ -113,7 +116,7 @@ def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
 
 
 def parts_of(stamp: DeltaStamp, tensors: Mapping[str, memoryview], where: str) -> dict[str, ByteRanges]:
-    """Return what a delta changes, by FQN, from the content of its tensors. Raises DamagedFile."""
+    """Return what a delta changes, by FQN, from the content of its tensors. Raises WeightFileError."""
     parts, problems = {}, []
     for name, changed in stamp.changes.items():
         try:
@@ -121,7 +124,7 @@ def parts_of(stamp: DeltaStamp, tensors: Mapping[str, memoryview], where: str) -
         except ValueError as error:
             problems.append(f"{name}: {error}")
     if problems:
-        raise DamagedFile(f"{where}: {listed(problems, between='; ')}. {_AGAIN}")
+        raise WeightFileError(f"{where}: {listed(problems, between='; ')}. {_AGAIN}", reason="damaged")
     return parts
 
 

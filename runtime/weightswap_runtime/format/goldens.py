@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from weightswap_runtime.errors import AccessDenied, GoldensError, InputMismatch, OutOfMemory, Unsupported, listed
+from weightswap_runtime.errors import InputMismatch, OutOfMemory, Unsupported, WeightFileError, listed
 from weightswap_runtime.sources.byte_source import Check, open_at_once
 from weightswap_runtime.sources.location import Location, Url, as_location
 from weightswap_runtime.sources.opening import read_small
@@ -106,8 +106,8 @@ class Goldens(NamedTuple):
 def open_goldens(path: str | os.PathLike[str], manifest: Manifest, *, allow_other_graph: bool = False) -> Goldens:
     """Read a goldens file and check it against a manifest: digests, methods, dtypes, shapes.
 
-    The whole file is read into memory. Raises WeightFileError if it is not a safetensors file, OutOfMemory, and
-    GoldensError for everything else, including goldens of another graph unless `allow_other_graph` is set.
+    The whole file is read into memory. Raises OutOfMemory, and WeightFileError for everything else, including goldens
+    of another graph unless `allow_other_graph` is set.
     """
     raw = _read(Path(path))
     return _decode(raw, str(path), manifest, bundled=False, allow_other_graph=allow_other_graph)
@@ -139,7 +139,7 @@ def record_beside(weights: str | os.PathLike[str] | Url) -> GoldensRecord | None
 def record_of(weights: WeightSet) -> GoldensRecord | None:
     """Return the record of goldens that were opened as a weight set, unchecked; None for other files.
 
-    Raises GoldensError.
+    Raises WeightFileError.
     """
     return _record(weights.metadata, weights.where) if weights.holds_goldens else None
 
@@ -161,7 +161,9 @@ def goldens_behind(weights: Url, check: Check | None = None) -> bytes | None:
     url = goldens_url(weights)
     try:
         return read_small(url, _MOST_REMOTE_BYTES, check)
-    except AccessDenied:
+    except WeightFileError as error:
+        if error.reason != "denied":
+            raise
         return None
     except MemoryError as error:
         raise OutOfMemory(f"{url}: no memory to read it into") from error
@@ -170,7 +172,7 @@ def goldens_behind(weights: Url, check: Check | None = None) -> bytes | None:
 def artifact_goldens(artifact: Artifact) -> Goldens | None:
     """Return the goldens of an artifact, or its inputs; None if it has neither.
 
-    Raises ArtifactError, WeightFileError and GoldensError.
+    Raises ArtifactError and WeightFileError.
     """
     name = next((name for name in (GOLDENS_NAME, INPUTS_NAME) if name in artifact.manifest.files), None)
     if name is None:
@@ -210,10 +212,11 @@ def _read(path: Path) -> bytes:
     try:
         with open(open_at_once(path), "rb") as file:  # noqa: PTH123 (a pipe would block in `open`)
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise GoldensError(f"{path}: cannot be read (not a regular file). {_AGAIN}")
+                raise WeightFileError(f"{path}: cannot be read (not a regular file). {_AGAIN}")
             return file.read()
     except (OSError, ValueError) as error:
-        raise GoldensError(f"{path!s:.200}: cannot be read ({getattr(error, 'strerror', error)}). {_AGAIN}") from error
+        why = getattr(error, "strerror", error)
+        raise WeightFileError(f"{path!s:.200}: cannot be read ({why}). {_AGAIN}") from error
     except MemoryError as error:
         raise OutOfMemory(f"{path}: no memory to read it into") from error
 
@@ -223,30 +226,36 @@ def _decode(raw: bytes, where: str, manifest: Manifest, *, bundled: bool, allow_
     record = _record(metadata, where)
     same_graph = record.graph_id == manifest.packed_for
     if not same_graph and not allow_other_graph:
-        raise GoldensError(
+        raise WeightFileError(
             f"{where}: recorded for the graph {record.graph_id[:12]}, but this model has {manifest.packed_for[:12]}. "
-            "Record the goldens again, or remove the file."
+            "Record the goldens again, or remove the file.",
+            reason="damaged",
         )
     goldens = Goldens(where, record, tensors, bundled, same_graph)
     if problems := [*_file_problems(goldens), *_record_problems(goldens, manifest)]:
-        raise GoldensError(f"{where}: unusable goldens: {listed(problems, 10, '; ')}. {_AGAIN}")
+        raise WeightFileError(f"{where}: unusable goldens: {listed(problems, 10, '; ')}. {_AGAIN}", reason="damaged")
     return goldens
 
 
 def _record(metadata: Mapping[str, str], where: str) -> GoldensRecord:
     text = metadata.get(METADATA_KEY)
     if text is None:
-        raise GoldensError(f"{where}: has no `{METADATA_KEY}` metadata, so it holds no goldens. {_AGAIN}")
+        raise WeightFileError(
+            f"{where}: has no `{METADATA_KEY}` metadata, so it holds no goldens. {_AGAIN}", reason="damaged"
+        )
     try:
         version = msgspec.json.decode(text, type=Versioned).number
         if version is not None and version != FORMAT_VERSION:
-            raise GoldensError(
+            raise WeightFileError(
                 f"{where}: goldens of format version {version}; this runtime reads {FORMAT_VERSION}. "
-                "Install the weightswap that wrote them, or record them again."
+                "Install the weightswap that wrote them, or record them again.",
+                reason="damaged",
             )
         return msgspec.json.decode(text, type=GoldensRecord)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise GoldensError(f"{where}: its `{METADATA_KEY}` metadata is invalid ({error}). {_AGAIN}") from error
+        raise WeightFileError(
+            f"{where}: its `{METADATA_KEY}` metadata is invalid ({error}). {_AGAIN}", reason="damaged"
+        ) from error
 
 
 def _file_problems(goldens: Goldens) -> Iterator[str]:

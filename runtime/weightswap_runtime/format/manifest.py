@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 from blake3 import blake3
 
-from weightswap_runtime.errors import ArtifactError, FormatVersionError, listed
+from weightswap_runtime.errors import ArtifactError, listed
 from weightswap_runtime.tensors import DIGEST, DTYPES, describe, is_valid, nbytes
 
 from .expressions import parse_condition
@@ -232,13 +232,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(raw: bytes, where: str) -> Manifest:
     """Decode and validate a manifest.
 
-    Raises FormatVersionError for an unknown format version, ArtifactError for everything else.
+    Raises ArtifactError, also for an unknown format version.
     """
     advice = "Export the artifact again, or copy it again."
     try:
         version = msgspec.json.decode(raw, type=Versioned).number
         if version is not None and not FORMAT_VERSION <= version <= RANKS_VERSION:
-            raise FormatVersionError(
+            raise ArtifactError(
                 f"{where}: format version {version}; this runtime reads {FORMAT_VERSION} to {RANKS_VERSION}. "
                 f"Install the weightswap that wrote it, or export again."
             )

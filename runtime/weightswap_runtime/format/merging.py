@@ -18,7 +18,6 @@ import numpy as np
 
 from weightswap_runtime.byte_ranges import ByteRanges, Layers, scatter
 from weightswap_runtime.errors import (
-    AccessDenied,
     BaseMismatch,
     DigestMismatch,
     GraphMismatch,
@@ -173,7 +172,7 @@ class _Step(NamedTuple):
     stamp: DeltaStamp
 
     def read(self, told: Callable[[int], None]) -> dict[str, ByteRanges]:
-        """Return what the delta changes, by FQN. Raises DigestMismatch and DamagedFile. told: called with sizes."""
+        """Return what the delta changes, by FQN. Raises DigestMismatch and WeightFileError. told: called with sizes."""
         content, wrong = {}, []
         for name, tensor in self.weights.tensors.items():
             content[name] = _read(tensor, 0, tensor.nbytes)
@@ -192,7 +191,7 @@ class _Chain(NamedTuple):
     types: dict[str, TensorType]  # of the weights that any of them changes
 
     def read(self, progress: Progress | None) -> dict[str, ByteRanges]:
-        """Return what all deltas change together, by FQN, in order. Raises DigestMismatch and DamagedFile."""
+        """Return what all deltas change together, by FQN, in order. Raises DigestMismatch and WeightFileError."""
         total = sum(tensor.nbytes for step in self.steps for tensor in step.weights.tensors.values())
         done, layers = 0, Layers()
 
@@ -280,5 +279,7 @@ def _beside(last: Location, out: Path) -> Iterator[None]:
 def _signature_of(weights: Location) -> bytes | None:
     try:
         return read_small(weights.with_name(weights.name + SIGNATURE_SUFFIX), _MOST_SIGNATURE)
-    except AccessDenied:  # a signed URL opens one object only
+    except WeightFileError as error:
+        if error.reason != "denied":  # a signed URL opens one object only
+            raise
         return None

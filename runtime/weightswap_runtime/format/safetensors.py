@@ -24,7 +24,7 @@ import msgspec
 from blake3 import blake3
 from msgspec.structs import replace
 
-from weightswap_runtime.errors import DamagedFile, TruncatedFile, WeightFileError, brief, listed
+from weightswap_runtime.errors import WeightFileError, brief, listed
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url, as_location
 from weightswap_runtime.sources.opening import open_source
@@ -207,7 +207,7 @@ def parse_file(raw: bytes, where: str, most: int = MAX_HEADER) -> tuple[dict[str
 def header_length(prefix: bytes, file_size: int, where: str, most: int = MAX_HEADER) -> int:
     """Decode the first eight bytes of a file, and return how many bytes of JSON follow them, at most `most`.
 
-    Raises DamagedFile, and TruncatedFile if the file is too short.
+    Raises WeightFileError: truncated if the file is too short, else damaged.
     """
     if len(prefix) < _LENGTH.size:
         _cut_off(where, f"{file_size} bytes are too few for a safetensors file, which starts with an 8-byte length")
@@ -217,31 +217,33 @@ def header_length(prefix: bytes, file_size: int, where: str, most: int = MAX_HEA
     if length > MAX_HEADER and prefix.startswith(b"\x80\x02"):
         _refuse_torch(where, "a pickle, like those that old versions of torch.save wrote")
     if length > MAX_HEADER and (foreign := foreign_kind(prefix)):
-        raise DamagedFile(f"{where}: {foreign}")
+        raise WeightFileError(f"{where}: {foreign}", reason="damaged")
     if length > MAX_HEADER:
         _refuse(where, f"damaged, or not a safetensors file: header of {length} bytes, the format allows {MAX_HEADER}")
     if _LENGTH.size + length > file_size:
         _cut_off(where, f"the header claims {length} bytes, the file has {file_size - _LENGTH.size} after its length")
     if length > most:
-        raise DamagedFile(
+        raise WeightFileError(
             f"{where}: has a header of {length} bytes; for this model at most {most} are read. Give a file with fewer "
-            "tensors and less metadata."
+            "tensors and less metadata.",
+            reason="damaged",
         )
     return length
 
 
 def _refuse_torch(where: str, what: str) -> NoReturn:
     name = "Give it a name that ends with .pt, and pack" if where.endswith(".safetensors") else "Pack"
-    raise DamagedFile(
+    raise WeightFileError(
         f"{where}: {what}, not a safetensors file. {name} it on the build side: weightswap pack CHECKPOINT.pt ARTIFACT "
-        "-o FILE.safetensors"
+        "-o FILE.safetensors",
+        reason="damaged",
     )
 
 
 def parse_header(raw: bytes, file_size: int, where: str) -> Header:
     """Parse the JSON part `raw` of a file of `file_size` bytes, and check every tensor's range.
 
-    Raises DamagedFile, and TruncatedFile if the file is shorter than the header says.
+    Raises WeightFileError: truncated if the file is shorter than the header says, else damaged.
     """
     data_start = _LENGTH.size + len(raw)
     if not raw.startswith(b"{"):
@@ -255,11 +257,11 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
 
 
 def _refuse(where: str, problem: str) -> NoReturn:
-    raise DamagedFile(f"{where}: {problem}. Write it again, or copy it again.")
+    raise WeightFileError(f"{where}: {problem}. Write it again, or copy it again.", reason="damaged")
 
 
 def _cut_off(where: str, problem: str) -> NoReturn:
-    raise TruncatedFile(f"{where}: {problem}. Write it again, or copy it again.")
+    raise WeightFileError(f"{where}: {problem}. Write it again, or copy it again.", reason="truncated")
 
 
 class _HeaderReader:
@@ -408,24 +410,29 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         if holds_goldens(header.metadata):  # inputs alone, without a weights id
             return None
-        raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata is not that of a weight file ({error})") from error
+        raise WeightFileError(
+            f"{where}: its `{METADATA_KEY}` metadata is not that of a weight file ({error})", reason="damaged"
+        ) from error
     if problem := label_problem(stamp.labels):
-        raise DamagedFile(f"{where}: {problem}")
+        raise WeightFileError(f"{where}: {problem}", reason="damaged")
     if max(len(stamp.graph_id), len(stamp.weights_id)) > len(_UNKNOWN):
-        raise DamagedFile(f"{where}: its graph id or weights id has more than 64 digits. Pack the file again.")
+        raise WeightFileError(
+            f"{where}: its graph id or weights id has more than 64 digits. Pack the file again.", reason="damaged"
+        )
     bad = [name for name, digest in stamp.digests.items() if not DIGEST.fullmatch(digest)]
     if bad or stamp.digests.keys() != header.tensors.keys():
         odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())
-        raise DamagedFile(
+        raise WeightFileError(
             f"{where}: its `{METADATA_KEY}` metadata lacks one BLAKE3 digest for each tensor ({listed(odd)}). "
-            "Copy the file again, or pack its checkpoint again."
+            "Copy the file again, or pack its checkpoint again.",
+            reason="damaged",
         )
     _check_details(stamp, header, where)
     return stamp
 
 
 def _check_details(stamp: Stamp, header: Header, where: str) -> None:
-    """Raise DamagedFile if what a stamp says about some tensors cannot be of those in the file."""
+    """Raise WeightFileError if what a stamp says about some tensors cannot be of those in the file."""
     strange = {name for names in (stamp.cast or {}).values() for name in names} - header.tensors.keys()
     short = [name for name, text in (stamp.blocks or {}).items() if not _fits_blocks(text, header.tensors.get(name))]
     for names, problem in (
@@ -433,9 +440,10 @@ def _check_details(stamp: Stamp, header: Header, where: str) -> None:
         (short, "lacks one BLAKE3 digest for each block of {}"),
     ):
         if names:
-            raise DamagedFile(
+            raise WeightFileError(
                 f"{where}: its `{METADATA_KEY}` metadata {problem.format(listed(sorted(names)))}. Copy the file again, "
-                "or pack its checkpoint again."
+                "or pack its checkpoint again.",
+                reason="damaged",
             )
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from weightswap_runtime.engines.engine import Bound, Engine
-from weightswap_runtime.errors import InputMismatch, UnknownMethod
+from weightswap_runtime.errors import InputMismatch, UnknownName
 from weightswap_runtime.format.calls import CallCheck
 from weightswap_runtime.format.manifest import STEPS, Manifest, TextGeneration
 from weightswap_runtime.format.signature import Signature, Tensor, unflatten
@@ -40,8 +40,8 @@ class Caller:
         state and discards its changes. `variants=`: a dict from groups to names of resident variants; without one, or
         with None for a name, the base weights answer alone. Outputs share no memory with weights or state.
 
-        Raises InputMismatch before anything runs; with a context StaleContext, ContextBusy, ContextBroken,
-        ContextClosed and ContextMismatch; with variants UnknownVariant and StaleVariant.
+        Raises InputMismatch before anything runs; with a context StaleState and ContextError;
+        with variants UnknownName and StaleState.
         """
         return self._call(self._methods.default, args, kwargs)
 
@@ -56,12 +56,12 @@ class Caller:
         return self._methods.default
 
     def method(self, name: str) -> Callable[..., Any]:
-        """Return the method called `name`, also if an attribute of this class hides it. Raises UnknownMethod."""
+        """Return the method called `name`, also if an attribute of this class hides it. Raises UnknownName."""
         if name not in self._methods.inputs:
             known = list(self._methods.inputs)
             near = get_close_matches(name, [*known, *dir(type(self))], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise UnknownMethod(
+            raise UnknownName(
                 f"{name!r} is neither an attribute nor a method of this artifact, which has: {', '.join(known)}{hint}"
             )
         return partial(self._call_named, name)
@@ -204,7 +204,7 @@ _log.addHandler(logging.NullHandler())  # quiet unless the application configure
 def run_chosen(
     bound: Bound, weights_id: str, name: str, flat: list[Any], context: Context | None, choice: Choice | None
 ) -> list[Any]:
-    """Call a method of the weights `weights_id`, with an optional context and choice. Raises StaleVariant."""
+    """Call a method of the weights `weights_id`, with an optional context and choice. Raises StaleState."""
     if choice is not None:
         choice.check_base(weights_id)
     if context is not None:

@@ -12,12 +12,9 @@ from typing import Any, Literal
 
 from weightswap_runtime.engines.engine import Bound, Engine, State
 from weightswap_runtime.errors import (
-    ContextBroken,
-    ContextBusy,
-    ContextClosed,
-    ContextMismatch,
+    ContextError,
     InputMismatch,
-    StaleContext,
+    StaleState,
     Unsupported,
 )
 from weightswap_runtime.format.artifact import Artifact
@@ -96,15 +93,15 @@ class Context(AbstractContextManager["Context"]):
         return self._state is None
 
     def reset(self) -> None:
-        """Restore the initial state. Raises ContextBusy and ContextClosed."""
+        """Restore the initial state. Raises ContextError."""
         with self.used():
             self._reset()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, without weights, to a safetensors file, which appears complete or not at all.
 
-        `model.load_context()` reads it, on any engine and device. Raises ContextBusy, ContextClosed, ContextBroken, and
-        Unsupported for a URL and for a state that a call has resized.
+        `model.load_context()` reads it, on any engine and device. Raises ContextError, and Unsupported
+        for a URL and for a state that a call has resized.
         """
         with self.used() as state:
             self._check_consistent()
@@ -113,7 +110,7 @@ class Context(AbstractContextManager["Context"]):
             write_context(path, manifest.state, state.content, manifest.graph_id, made_with)
 
     def close(self) -> None:
-        """Free the state, and unpin the weights. A second call does nothing. Raises ContextBusy."""
+        """Free the state, and unpin the weights. A second call does nothing. Raises ContextError."""
         if self._state is not None:
             with self.used():
                 self._state = None
@@ -127,7 +124,7 @@ class Context(AbstractContextManager["Context"]):
 
     @contextmanager
     def used(self) -> Iterator[State]:
-        """Use the context exclusively within the block. Raises ContextBusy and ContextClosed."""
+        """Use the context exclusively within the block. Raises ContextError."""
         claim = Claim()
         try:
             yield self.use(claim)
@@ -135,14 +132,14 @@ class Context(AbstractContextManager["Context"]):
             claim.end()
 
     def use(self, claim: Claim) -> State:
-        """Use the context exclusively until the claim ends. Raises ContextBusy and ContextClosed."""
+        """Use the context exclusively until the claim ends. Raises ContextError."""
         with self._lock:
             other = self._user() if self._user is not None else None
             if other is not None and other.holds:
-                raise ContextBusy("another call is using this context; give each caller one of its own")
+                raise ContextError("another call is using this context; give each caller one of its own", reason="busy")
             self._user = weakref.ref(claim)
         if self._state is None:
-            raise ContextClosed("the context was closed; make another with model.new_context()")
+            raise ContextError("the context was closed; make another with model.new_context()", reason="closed")
         return self._state
 
     def acquire(self, gate: Gate[Session], lease: Claim) -> Version[Session]:
@@ -150,7 +147,9 @@ class Context(AbstractContextManager["Context"]):
         if self._pinned is None:
             return gate.acquire(lease)
         if not self._pin.holds:
-            raise ContextClosed("the thread that pinned this context was lost in a fork; make another in this process")
+            raise ContextError(
+                "the thread that pinned this context was lost in a fork; make another in this process", reason="closed"
+            )
         self._gate.acquire_session(self._pinned.session, lease)
         return self._pinned
 
@@ -163,7 +162,7 @@ class Context(AbstractContextManager["Context"]):
             return bound.run(method, inputs, None, chosen)
         self._check_consistent()
         if self._pinned is not None and self._pinned.weights_id != weights_id:
-            raise StaleContext(self._pinned.weights_id, weights_id)
+            raise _stale(self._pinned.weights_id, weights_id)
         if self._made_with is not None and (self._made_with != weights_id or self._variants not in (None, ids)):
             self._apply_policy(weights_id, ids)
         self._consistent = False
@@ -176,13 +175,17 @@ class Context(AbstractContextManager["Context"]):
         return outputs
 
     def check_engine(self, engine: Engine) -> None:
-        """Raise ContextMismatch unless the context belongs to the model that has this engine."""
+        """Raise ContextError unless the context belongs to the model that has this engine."""
         if engine is not self._engine:
-            raise ContextMismatch("the context belongs to another model; make one with this model's new_context()")
+            raise ContextError(
+                "the context belongs to another model; make one with this model's new_context()", reason="mismatch"
+            )
 
     def _check_consistent(self) -> None:
         if not self._consistent:
-            raise ContextBroken("a call on this context failed midway, so its state may be a mixture; reset() it")
+            raise ContextError(
+                "a call on this context failed midway, so its state may be a mixture; reset() it", reason="interrupted"
+            )
 
     def _apply_policy(self, weights_id: str, variants: Mapping[str, str]) -> None:
         """Reset, keep or refuse a state that was made with other weights or variants than those of this call."""
@@ -190,7 +193,7 @@ class Context(AbstractContextManager["Context"]):
             self._reset()
         elif self.on_swap != "keep":
             made_with = MadeWith(self._made_with, self._variants or {})
-            raise StaleContext(str(made_with), str(MadeWith(weights_id, variants)))
+            raise _stale(str(made_with), str(MadeWith(weights_id, variants)))
 
     def _reset(self) -> None:
         assert self._state is not None
@@ -219,3 +222,8 @@ class Contexts:
             live = [context for context in self._contexts if not context.closed]
         outcomes = Counter(_OUTCOMES[each.on_swap] for each in live if each.weights_id not in (None, weights_id))
         return dict(sorted(outcomes.items()))
+
+
+def _stale(made_with: str, served: str) -> StaleState:
+    advice = '. Start a new one, reset() it, or make contexts with on_swap="reset" or "pin"'
+    return StaleState("the context's state", made_with, served, "was made with", advice)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from threading import Condition, RLock
 from typing import Generic, Protocol, TypeVar
 
-from weightswap_runtime.errors import LeaseTimeout, ModelClosed, ModelFailed, NoWeights, plural
+from weightswap_runtime.errors import ModelClosed, ModelFailed, NoWeights, WaitTimeout, plural
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, fork_safe, this_thread
 
@@ -134,7 +134,7 @@ class Gate(Generic[S]):
             return len(_held_leases(session))
 
     def wait_idle(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until `session` is not leased. Raises LeaseTimeout, and what `check` raises meanwhile."""
+        """Wait until `session` is not leased. Raises WaitTimeout, and what `check` raises meanwhile."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             while _is_leased(session, deadline, this_thread()):
@@ -163,7 +163,7 @@ class Gate(Generic[S]):
 
         While a pin is old, calls are not held: a pin that is never released must not stop the service. thread: the
         token of the one that waits for the commit (this one by default): its own leases would never end. Raises
-        LeaseTimeout, and what `check` raises meanwhile.
+        WaitTimeout, and what `check` raises meanwhile.
         """
         thread = this_thread() if thread is None else thread
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -223,17 +223,17 @@ class Gate(Generic[S]):
 
 
 def _is_leased(session: Leasable, deadline: float | None, thread: object) -> bool:
-    """Return whether a session is leased. Raises LeaseTimeout if `thread` has a lease, or `deadline` has passed."""
+    """Return whether a session is leased. Raises WaitTimeout if `thread` has a lease, or `deadline` has passed."""
     leases = _held_leases(session)
     if any(lease.thread is thread for lease in leases):
-        raise LeaseTimeout(
+        raise WaitTimeout(
             "this thread itself has pinned the weights that would be overwritten; first leave the `with model.pin()` "
             'block, or close the context with on_swap="pin"'
         )
     if leases and deadline is not None and time.monotonic() >= deadline:
         held = Counter(lease.what if isinstance(lease, Pin) else "call" for lease in leases)
         holders = " and ".join(plural(number, what) for what, number in held.items())
-        raise LeaseTimeout(
+        raise WaitTimeout(
             f"the weights that would be overwritten were still held by {holders} when the timeout expired. "
             "Release them, or give a longer timeout."
         )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from weightswap_runtime.errors import text_of, visible
+from weightswap_runtime.errors import reason_of, text_of, visible
 from weightswap_runtime.format.identity import Nonfinite
 from weightswap_runtime.jobs import Listeners, Stop
 from weightswap_runtime.staging.request import Kind, StagingReport
@@ -143,7 +143,7 @@ class Event(Struct, frozen=True):
 
 def _error_fields(error: BaseException) -> dict[str, Any]:
     problems = getattr(error, "problems", ())
-    return {"error": type(error).__name__, "message": str(error), "problems": problems}
+    return {"error": type(error).__name__, "reason": reason_of(error), "message": str(error), "problems": problems}
 
 
 Listener = Callable[[Event], object]

@@ -93,13 +93,13 @@ class Residency(Protocol):
         ...
 
     def target(self, timeout: float | None, job: Job) -> AbstractContextManager[tuple[Session, StagedIn]]:
-        """Let the block write a full set into a session that is not served. Raises LeaseTimeout and OutOfMemory."""
+        """Let the block write a full set into a session that is not served. Raises WaitTimeout and OutOfMemory."""
         ...
 
     def stage_patch(
         self, identity: Identity, report: StagingReport, patch: HostPatch, timeout: float | None, job: Job
     ) -> StagedWeights:
-        """Stage the live set with a patch applied. Raises LeaseTimeout, OutOfMemory and StageCancelled."""
+        """Stage the live set with a patch applied. Raises WaitTimeout, OutOfMemory and StageCancelled."""
         ...
 
     def commit(self, staged: StagedWeights, timeout: float | None, caller: Uninterrupted) -> Commit:

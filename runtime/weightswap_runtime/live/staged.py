@@ -14,9 +14,9 @@ from weightswap_runtime.errors import (
     OutOfMemory,
     StageCancelled,
     StageClosed,
-    StageTimeout,
     StagingBusy,
     Unsupported,
+    WaitTimeout,
     check_timeout,
 )
 from weightswap_runtime.format.identity import Identity, Nonfinite
@@ -88,13 +88,13 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def wait(self, timeout: float | None = None) -> Staged:
         """Wait, for at most `timeout` seconds, until the weights are staged and verified.
 
-        Raises StageTimeout, StagingBusy in the staging's own thread, and whatever the staging raised.
+        Raises WaitTimeout, StagingBusy in the staging's own thread, and whatever the staging raised.
         """
         check_timeout(timeout)
         if self._work.is_mine and not self.done:
             raise StagingBusy("a listener runs before its staging has ended, so it cannot wait for it or commit it")
         if not self._work.join(timeout):
-            raise StageTimeout(f"still {self.progress.phase} after {timeout} s; wait again, or cancel()")
+            raise WaitTimeout(f"still {self.progress.phase} after {timeout} s; wait again, or cancel()")
         if self._work.error is not None:
             raise self._work.error
         return self
@@ -199,7 +199,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
 
         On ranks all commit, or none; every rank calls this at the same place between its calls.
 
-        Raises what the staging raised; StageClosed; LeaseTimeout (nothing changed, still staged); OutOfMemory;
+        Raises what the staging raised; StageClosed; WaitTimeout (nothing changed, still staged); OutOfMemory;
         ModelFailed; StageCancelled or ModelClosed, if `cancel()` or `Model.close()` ends the wait; on ranks
         RanksRefused for what any of them would raise, and RanksLost.
         """
@@ -213,7 +213,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
             return self._commit(timeout)
 
     def _ready(self, patience: float, deadline: float) -> dict[str, str] | None:
-        """Return what `_facts` does; None also while a pin holds memory that a commit needs. Raises LeaseTimeout, too,
+        """Return what `_facts` does; None also while a pin holds memory that a commit needs. Raises WaitTimeout, too,
         at the deadline."""
         facts = self._facts(patience)
         return facts if facts is None or self._work.store.is_free(patience, deadline) else None

@@ -24,14 +24,14 @@ from weightswap_runtime.errors import (
     RESTART,
     BaseMismatch,
     DeviceError,
-    LeaseTimeout,
     ModelFailed,
     NothingToRollBack,
+    NotPromoted,
     RanksRefused,
     StagingBusy,
-    Superseded,
     UnexpectedWeights,
     Unsupported,
+    WaitTimeout,
     is_of_device,
     listed,
 )
@@ -227,7 +227,7 @@ class Store:
     def _goldens(self, location: Location | None, owner: Member, staging: Staging) -> list[tuple[Member, Goldens]]:
         """Return the goldens in every artifact, and those beside a weight file, which are for `owner`'s graph.
 
-        Raises GoldensError and WeightFileError for damaged ones, and for goldens of another graph.
+        Raises WeightFileError for damaged ones, and for goldens of another graph.
         """
         request = staging.request
         if request.verify == "off":
@@ -281,7 +281,7 @@ class Store:
     def _verify(self, staged: StagedWeights, all_goldens: list[tuple[Member, Goldens]], staging: Staging) -> None:
         """Run all goldens on the staged weights, and report the comparison that was done.
 
-        Raises GoldenMismatch, GoldensError and StageCancelled.
+        Raises GoldenMismatch, WeightFileError and StageCancelled.
         """
         start = time.perf_counter()
         modes: set[str] = set()
@@ -329,15 +329,16 @@ class Store:
         return -1 if self.gate.current is None or self.inherited else self.gate.current.generation
 
     def check_not_rolled_back(self, weights_id: str, since: int, where: str) -> None:
-        """Raise Superseded if these weights were rolled back after a generation, and not committed again."""
+        """Raise NotPromoted if these weights were rolled back after a generation, and not committed again."""
         for receipt in reversed(tuple(self.history)):
             if receipt.generation <= since or receipt.weights_id == weights_id:
                 return
             if receipt.kind == "rollback" and receipt.previous_weights_id == weights_id:
                 by = f" by {receipt.by}" if receipt.by else ""
-                raise Superseded(
+                raise NotPromoted(
                     f"{where}: its weights {weights_id[:12]} were served, then rolled back{by} (generation "
-                    f"{receipt.generation}). Write other weights, or swap these in by hand."
+                    f"{receipt.generation}). Write other weights, or swap these in by hand.",
+                    reason="superseded",
                 )
 
     @property
@@ -382,13 +383,13 @@ class Store:
     def is_free(self, patience: float, deadline: float) -> bool:
         """Wait until no pin holds memory that a commit in place needs, for `patience` seconds; return whether it is so.
 
-        deadline: of `time.monotonic()`, after which this raises LeaseTimeout.
+        deadline: of `time.monotonic()`, after which this raises WaitTimeout.
         """
         if self.residency == "double" or self.gate.current is None:
             return True
         try:
             self.gate.wait_idle(self.gate.current.session, min(patience, max(0.0, deadline - time.monotonic())))
-        except LeaseTimeout:
+        except WaitTimeout:
             if time.monotonic() >= deadline:
                 raise
             return False

@@ -20,10 +20,10 @@ from weightswap_runtime.engines.engine import Chosen, Engine
 from weightswap_runtime.errors import (
     DigestMismatch,
     OutOfMemory,
-    StaleVariant,
-    UnknownVariant,
+    StagingBusy,
+    StaleState,
+    UnknownName,
     Unsupported,
-    VariantsBusy,
     WeightsMismatch,
     listed,
 )
@@ -125,11 +125,11 @@ class Variants:
             }
 
     def choose(self, names: VariantNames | Choice | None) -> Choice | None:
-        """Return the variants of these names; None for the base alone. Raises UnknownVariant."""
+        """Return the variants of these names; None for the base alone. Raises UnknownName."""
         if not names or isinstance(names, Choice):
             return names or None  # type: ignore[return-value]
         if type(names) is not dict and not isinstance(names, Mapping):
-            raise UnknownVariant(f"variants={names!r}: expected a dict from groups to names")
+            raise UnknownName(f"variants={names!r}: expected a dict from groups to names")
         with self._lock:
             residents = [self._find(group, name) for group, name in names.items() if name is not None]
             if not residents:
@@ -148,14 +148,14 @@ class Variants:
         except (KeyError, TypeError):
             self.check_group(group)
         known = listed(list(self._residents[group])) or "none"
-        raise UnknownVariant(
+        raise UnknownName(
             f"{group} has no {name!r} here (resident: {known}); whoever runs the model can add it (model.add_variant)"
         )
 
     def check_group(self, group: Any) -> None:
-        """Raise UnknownVariant for a group that the artifact does not declare."""
+        """Raise UnknownName for a group that the artifact does not declare."""
         if not isinstance(group, str) or group not in self._residents:
-            raise UnknownVariant(
+            raise UnknownName(
                 f"{group!r} is not a group of variants of this artifact, which has {listed(self._residents)}"
             )
 
@@ -164,7 +164,7 @@ class Variants:
     ) -> VariantReceipt:
         """Stage and verify a variant, then let calls choose it by its name, in one atomic step.
 
-        Raises what the staging raises, UnknownVariant for an unknown group, and VariantsBusy if none can be evicted.
+        Raises what the staging raises, UnknownName for an unknown group, and StagingBusy if none can be evicted.
         """
         self.check_group(group)
         if not isinstance(name, str) or not name:
@@ -198,16 +198,16 @@ class Variants:
         return self._record(receipt)
 
     def _to_evict(self, group: str) -> _Resident:
-        """Return the least recently used variant that no call uses. Raises VariantsBusy if there is none."""
+        """Return the least recently used variant that no call uses. Raises StagingBusy if there is none."""
         free = [each for each in self._residents[group].values() if not each.users]
         if not free:
-            raise VariantsBusy(
+            raise StagingBusy(
                 f"{group}: all {self._most} resident variants are in use; load with a larger max_variants, or try again"
             )
         return min(free, key=lambda each: each.used)
 
     def remove(self, group: str, name: str, by: str) -> VariantReceipt:
-        """Remove a variant; calls that have chosen it go on. Raises UnknownVariant."""
+        """Remove a variant; calls that have chosen it go on. Raises UnknownName."""
         self.check_group(group)
         with self._lock:
             removed = self._find(group, name)
@@ -256,11 +256,11 @@ class Choice:
         self.ids: Mapping[str, str] = first.ids if not others else dict(ChainMap(*(each.ids for each in residents)))
 
     def check_base(self, weights_id: str) -> None:
-        """Raise StaleVariant if a variant belongs to other weights than those of the call."""
+        """Raise StaleState if a variant belongs to other weights than those of the call."""
         for resident in self._residents:
             base = resident.receipt.base
             if base is not None and base != weights_id:
-                raise StaleVariant(f"{resident.receipt.group}/{resident.receipt.name}", base, weights_id)
+                raise StaleState(f"{resident.receipt.group}/{resident.receipt.name}", base, weights_id)
 
 
 class _Resident:

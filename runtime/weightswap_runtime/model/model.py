@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from weightswap_runtime.engines.engine import Engine
-from weightswap_runtime.errors import ModelClosed, StaleVariant, UnexpectedWeights, check_timeout
+from weightswap_runtime.errors import ModelClosed, StaleState, UnexpectedWeights, check_timeout
 from weightswap_runtime.following.intake import Start
 from weightswap_runtime.following.place import DesiredPlace
 from weightswap_runtime.following.watching import (
@@ -148,9 +148,9 @@ class Model(ServedModel):
         base: the weights id that ids by name start from; if others are served, they are a BaseMismatch.
 
         Raises WeightFileError, SourceChanged, WeightsMismatch, GraphMismatch, DigestMismatch, BaseMismatch,
-        UnexpectedWeights, NonFiniteWeights, GoldensError, GoldenMismatch, OutOfMemory, StagingBusy, LeaseTimeout,
-        Unsupported, and ArtifactError or MissingExtra if the adapter's graph cannot be opened; with `background`,
-        `Staged.wait()` and `Staged.commit()` raise the errors that occur after the start.
+        UnexpectedWeights, NonFiniteWeights, GoldenMismatch, OutOfMemory, StagingBusy, WaitTimeout, Unsupported, and
+        ArtifactError or MissingExtra if the adapter's graph cannot be opened; with `background`, `Staged.wait()` and
+        `Staged.commit()` raise the errors that occur after the start.
         """
         request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed, onto)
         return self._stage(request.beside_owner() if background else request, background=background)
@@ -240,7 +240,7 @@ class Model(ServedModel):
         While a swap or a staging is under way, it is refused; with busy="wait" it waits for at most `timeout` seconds,
         and then serves the weights that are the previous ones at that time.
 
-        Raises NothingToRollBack, StagingBusy, LeaseTimeout, OutOfMemory, ModelFailed, and ModelClosed, also if
+        Raises NothingToRollBack, StagingBusy, WaitTimeout, OutOfMemory, ModelFailed, and ModelClosed, also if
         `close()` ends the wait.
         """
         self._check_open()
@@ -279,7 +279,7 @@ class Model(ServedModel):
           says are desired are served here, too, as by `follow`. While it is on hold, no file is taken; weights that it
           has withdrawn never are. A restarted watcher goes on after the last file that the place knows.
         policy: the condition for a promotion: "newest" promotes every file that can be taken; "proven" only files
-          whose recorded outputs were reproduced. Others are skipped (Unproven).
+          whose recorded outputs were reproduced. Others are skipped (NotPromoted).
         options: those of `stage`, but for `expect` and `busy`: the watcher waits for another staging of the model.
 
         Files that are renamed into place are taken at the next look. A file that is shorter than its header says is
@@ -433,8 +433,8 @@ class Model(ServedModel):
           it. None: it works with any weights.
         expect: the weights id of the variant; any other is refused. allow_nonfinite: allow NaN and infinities.
 
-        Raises UnknownVariant for a group that the artifact does not declare, StaleVariant if weights other than `base`
-        are served, VariantsBusy, WeightFileError, WeightsMismatch, DigestMismatch, UnexpectedWeights, NonFiniteWeights,
+        Raises UnknownName for a group that the artifact does not declare, StaleState if weights other than `base`
+        are served, StagingBusy, WeightFileError, WeightsMismatch, DigestMismatch, UnexpectedWeights, NonFiniteWeights,
         OutOfMemory, and Unsupported for a PEFT feature that the graph does not have.
         """
         variants = self._require_variants()
@@ -442,7 +442,7 @@ class Model(ServedModel):
         try:
             request.check()
             if base is not None and base != self.weights_id:
-                raise StaleVariant(f"{group}/{name}", base, str(self.weights_id))
+                raise StaleState(f"{group}/{name}", base, str(self.weights_id))
             return variants.add(group, name, request, base, self._store.admit)
         except Exception as error:
             event = Event("variant refused", printable(path), by, self.graph_id, error=error, variant=f"{group}/{name}")
@@ -450,7 +450,7 @@ class Model(ServedModel):
             raise
 
     def remove_variant(self, group: str, name: str, *, by: str = "") -> VariantReceipt:
-        """Remove a variant; its memory is freed with the last call that uses it. Raises UnknownVariant."""
+        """Remove a variant; its memory is freed with the last call that uses it. Raises UnknownName."""
         return self._require_variants().remove(group, name, by)
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from weightswap_runtime.engines.engine import Engine
-from weightswap_runtime.errors import ModelClosed, PinReleased, UnknownVariant, Unsupported
+from weightswap_runtime.errors import CallError, ModelClosed, UnknownName, Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.context_file import read_context
 from weightswap_runtime.jobs import Claim, Progress, Stop
@@ -185,7 +185,7 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
         """Return a copy of the initial state, for calls with `context=`.
 
         on_swap: what happens to the state when other weights are served than those that it was made with.
-          "invalidate": calls raise StaleContext until the same weights are served again, or until `reset()`.
+          "invalidate": calls raise StaleState until the same weights are served again, or until `reset()`.
           "reset": the state starts from its initial values again. "keep": the new weights use the state. "pin": the
           context stays on the weights served now until it is closed; stagings and commits wait as for `pin()`.
 
@@ -206,8 +206,8 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
         path: a local path, or a URL as for weights. allow_other_weights: accept a state that was made with weights
         other than the served ones, unchanged. allow_other_graph: accept one of another graph, if its tensors fit.
 
-        Raises ContextFileError, also if the file cannot be read, ContextMismatch and OutOfMemory; with on_swap="pin"
-        also what a call raises.
+        Raises ContextError, also if the file cannot be read, and OutOfMemory; with on_swap="pin" also what a call
+        raises.
         """
         saved = read_context(path, self.artifact.manifest.state, None if allow_other_graph else self.graph_id)
         made_with, served = saved.stamp.weights_id, self.weights_id
@@ -243,7 +243,7 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
         seed: the seed of the sampling; the same seed gives the same tokens.
         on_swap: the effect of a swap meanwhile, as for `new_context`: with "pin" all tokens come from the weights of
           the beginning; with "keep" the next token comes from the new weights and the old cache; with "reset" the new
-          weights first read the prompt and all tokens so far again; with "invalidate" StaleContext is raised.
+          weights first read the prompt and all tokens so far again; with "invalidate" StaleState is raised.
         tokenizer: the path of a tokenizer.json; None: the one beside the weights, or in the artifact (extra `text`).
         stream: return a TokenStream, both an iterator and an asynchronous one, instead of waiting for the end.
 
@@ -290,7 +290,7 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
     def _require_variants(self) -> Variants:
         self._check_open()
         if self._variants is None:
-            raise UnknownVariant(f"{self.artifact.path.name}: declares no variants; export with variants=...")
+            raise UnknownName(f"{self.artifact.path.name}: declares no variants; export with variants=...")
         return self._variants
 
     def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
@@ -331,7 +331,7 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
 
     def __enter__(self) -> Pinned:
         if self._version is not None:
-            raise PinReleased("this pin was already entered; call model.pin() for each block")
+            raise CallError("this pin was already entered; call model.pin() for each block")
         self._lease = Pin()  # of the thread that enters
         self._version = self._gate.acquire(self._lease)
         return self
@@ -360,7 +360,7 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
 
     def _pinned(self) -> Version[Session]:
         if self._version is None:
-            raise PinReleased("enter the pin first: with model.pin() as pinned: ...")
+            raise CallError("enter the pin first: with model.pin() as pinned: ...")
         return self._version
 
     def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
@@ -369,7 +369,7 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
         lease = Claim()
         try:
             if session is None or not self._gate.acquire_within(self._lease, session, lease):
-                raise PinReleased("the `with model.pin()` block has ended; pin again")
+                raise CallError("the `with model.pin()` block has ended; pin again")
             bound = session.bound[self._methods.member]
             return run_chosen(bound, version.weights_id, name, flat, context, choice)
         finally:
@@ -399,7 +399,7 @@ class _PinnedOnRanks(Pinned):
 def choice_of(model: ServedModel, names: VariantNames) -> Choice:
     """Return what calls with `variants=names` choose now, to pass instead of the names: it keeps these very variants.
 
-    Raises UnknownVariant.
+    Raises UnknownName.
     """
     choice = model._require_variants().choose(names)
     assert choice is not None, "names must not be empty"

@@ -20,7 +20,7 @@ import numpy as np
 
 from weightswap_runtime.engines.choosing import open_engine
 from weightswap_runtime.engines.engine import EngineOptions
-from weightswap_runtime.errors import LeaseTimeout, OutOfMemory, listed, plural
+from weightswap_runtime.errors import OutOfMemory, WaitTimeout, listed, plural
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.manifest import NamedTensor
@@ -119,7 +119,7 @@ class KeeperGate(Gate[Session]):
         control.end_trial()  # the staging of an earlier keeper has ended with it
 
     def wait_idle(self, session: Session, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
-        """Wait for the leases of this process and of workers. Raises LeaseTimeout with the workers' process ids."""
+        """Wait for the leases of this process and of workers. Raises WaitTimeout with the workers' process ids."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         super().wait_idle(session, timeout, check)
         self._wait_for_workers(deadline, check)
@@ -128,7 +128,7 @@ class KeeperGate(Gate[Session]):
         self._control.end_trial()  # its weights are in the idle arena; no worker begins another call of them
         while holders := self._control.holders(self._idle_parity):
             if time.monotonic() >= deadline:
-                raise LeaseTimeout(
+                raise WaitTimeout(
                     f"the weights that would be overwritten were still held by {plural(len(holders), 'worker')} "
                     f"(process {listed([str(each) for each in holders])}) when the timeout expired. "
                     "Give a longer timeout, or kill a worker that no longer responds: it will be replaced."

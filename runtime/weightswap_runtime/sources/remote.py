@@ -20,7 +20,7 @@ from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from weightswap_runtime.errors import AccessDenied, StageCancelled, WeightFileError
+from weightswap_runtime.errors import StageCancelled, WeightFileError
 from weightswap_runtime.jobs import POLL_SECONDS
 from weightswap_runtime.tensors import digest_of
 
@@ -313,7 +313,7 @@ def status_error(where: str, status: int, reason: str, retry_after: str | None =
         return changed(where)
     text = f"{where}: the server refused ({f'{status} {redact(reason)}'.strip()})."
     if status in (401, 403):
-        return AccessDenied(f"{text} Check the credentials, and whether a signed URL has expired.")
+        return WeightFileError(f"{text} Check the credentials, and whether a signed URL has expired.", reason="denied")
     return WeightFileError(f"{text} Check the URL.")
 
 
@@ -448,7 +448,7 @@ class GenericObject:
         except (FileNotFoundError, MemoryError):
             raise
         except PermissionError as error:  # `from None`: the texts of the causes may show credentials
-            raise AccessDenied(str(read_failed(self._url, error))) from None
+            raise WeightFileError(str(read_failed(self._url, error)), reason="denied") from None
         except (IsADirectoryError, NotADirectoryError) as error:
             raise read_failed(self._url, error) from None
         except OSError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from weightswap_runtime.errors import DamagedFile, Unsupported
+from weightswap_runtime.errors import Unsupported, WeightFileError
 
 from .location import Url
 from .remote import (
@@ -62,16 +62,17 @@ class WebObject:
             return Opened(self._pin(response, content_range.size), head, _settles_in(response))
 
     def _check_whole(self, response: aiohttp.ClientResponse) -> None:
-        """Raise DamagedFile or Unsupported unless a response without a range is the whole of a small object."""
+        """Raise WeightFileError or Unsupported unless a response without a range is the whole of a small object."""
         size = response.content_length
         if response.content_type == "text/html" and (size is None or size > HEAD_BYTES):
             raise self._web_page()
         if size is not None and size > HEAD_BYTES:
             raise self._without_ranges()
 
-    def _web_page(self) -> DamagedFile:
-        return DamagedFile(
-            f"{self._where}: the server sent a web page, not a file. Check the URL; a folder's ends with a slash."
+    def _web_page(self) -> WeightFileError:
+        return WeightFileError(
+            f"{self._where}: the server sent a web page, not a file. Check the URL; a folder's ends with a slash.",
+            reason="damaged",
         )
 
     async def fetch(self, pin: ObjectPin, start: int, stop: int, write: Write) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from weightswap_runtime.engines.engine import Bound, Engine
 from weightswap_runtime.errors import (
     GoldenMismatch,
-    GoldensError,
     OutOfMemory,
     Unsupported,
+    WeightFileError,
     WeightswapError,
     is_of_device,
     lacks_memory,
@@ -56,7 +56,7 @@ def verify(
     check: a callback, called before each case; an exception that it raises ends the verification.
 
     Returns the mode of the check that was done. Raises GoldenMismatch with the worst element of every wrong output,
-    GoldensError for a file of other weights, Unsupported for an unknown mode, and whatever `check` raises.
+    WeightFileError for a file of other weights, Unsupported for an unknown mode, and whatever `check` raises.
     """
     check_mode(mode)
     if mode == "off":
@@ -89,9 +89,10 @@ def _comparison(goldens: Goldens, weights_id: str, mode: Mode, here: Environment
     if goldens.weights_id != weights_id:
         if goldens.bundled:
             return None
-        raise GoldensError(
+        raise WeightFileError(
             f"{goldens.where}: recorded for the weights {goldens.weights_id[:12]}, but those beside it are "
-            f"{weights_id[:12]}. Record the goldens again with pack(..., goldens=...), or remove the file."
+            f"{weights_id[:12]}. Record the goldens again with pack(..., goldens=...), or remove the file.",
+            reason="damaged",
         )
     stated, there = goldens.record.tolerance, goldens.record.environment
     if stated is None and there == here:

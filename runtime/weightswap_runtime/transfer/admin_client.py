@@ -28,10 +28,10 @@ _PATIENCE = 10.0  # seconds to connect, and to send each chunk of a request
 class AdminRefused(WeightswapError):
     """The server refused a call; what it serves did not change."""
 
-    def __init__(self, *lines: str, status: int = 0, kind: str = "") -> None:
-        """kind: the class of the server's error, or empty."""
+    def __init__(self, *lines: str, status: int = 0, kind: str = "", reason: str = "") -> None:
+        """kind, reason: the class of the server's error, and its `reason`; or empty."""
         super().__init__(*lines)
-        self.status, self.kind = status, kind
+        self.status, self.kind, self.reason = status, kind, reason
 
 
 class AdminUnreachable(WeightswapError):
@@ -206,9 +206,9 @@ class _UnixConnection(http.client.HTTPConnection):
 def _refusal(where: str, status: int, content: bytes) -> AdminRefused:
     try:
         document = msgspec.json.decode(content)
-        text, kind = str(document["error"]), str(document.get("kind", ""))
+        text, kind, reason = str(document["error"]), str(document.get("kind", "")), str(document.get("reason", ""))
         if status == 404 and not kind:  # no such endpoint
             text = f"{text}. Is {where} the port for operators?"
-        return AdminRefused(*text.split("\n"), status=status, kind=kind)
+        return AdminRefused(*text.split("\n"), status=status, kind=kind, reason=reason)
     except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
         return AdminRefused(f"{where}: status {status}, without a reason; is it an admin plane?", status=status)

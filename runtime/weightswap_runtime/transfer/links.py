@@ -219,7 +219,7 @@ class HttpLink:
 
 def _reason(error: AdminRefused) -> Exception:
     """Return the error of the server, or a TransferFailed for one that is not about weights."""
-    kind = Refusal(error.kind, tuple(map(str, error.args))).as_error()
+    kind = Refusal(error.kind, tuple(map(str, error.args)), reason=error.reason).as_error()
     return kind if type(kind).__name__ == error.kind else TransferFailed(*error.args)
 
 

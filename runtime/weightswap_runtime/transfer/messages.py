@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from weightswap_runtime import errors
-from weightswap_runtime.errors import SwapError, TransferFailed, Unsupported, WeightswapError
+from weightswap_runtime.errors import SwapError, TransferFailed, Unsupported, WeightswapError, reason_of
 
 VERSION = 1
 _MOST_LINE = 1 << 20  # bytes
@@ -67,15 +67,17 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """An error: the name of its class, the lines of its text, and its problems if it lists some."""
+    """An error: the name of its class, its reason, the lines of its text, and its problems if it lists some."""
 
     error: str
     lines: tuple[str, ...]
     problems: tuple[str, ...] = ()
+    reason: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> Refusal:
-        return cls(type(error).__name__, tuple(map(str, error.args)), tuple(getattr(error, "problems", ())))
+        problems = tuple(getattr(error, "problems", ()))
+        return cls(type(error).__name__, tuple(map(str, error.args)), problems, reason_of(error))
 
     def as_error(self) -> WeightswapError:
         """Return the receiver's error; a TransferFailed for one that is none of weightswap's."""
@@ -84,6 +86,7 @@ class Refusal(msgspec.Struct, frozen=True):
             return TransferFailed(f"the other side failed: {self.error}: {' '.join(self.lines)}")
         error: WeightswapError = kind.__new__(kind)
         Exception.__init__(error, *self.lines)  # which are safe to print already, and have line breaks
+        error.reason = self.reason
         if self.problems:
             error.problems = self.problems  # type: ignore[attr-defined]
         return error

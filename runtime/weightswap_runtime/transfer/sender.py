@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weightswap_runtime.errors import BaseMismatch, Superseded, TransferFailed, Unsupported, check_timeout
+from weightswap_runtime.errors import BaseMismatch, NotPromoted, TransferFailed, Unsupported, check_timeout
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.delta import DeltaStamp, encode_delta
 from weightswap_runtime.format.identity import Identity
@@ -80,7 +80,7 @@ class Sending:
     def wait(self, timeout: float | None = None) -> SwapReceipt:
         """Return the receipt of the commit, once there is one.
 
-        Raises the receiver's reason for a refusal; TransferFailed, also after `timeout` seconds; and Superseded if
+        Raises the receiver's reason for a refusal; TransferFailed, also after `timeout` seconds; and NotPromoted if
         later weights were sent before these had left.
         """
         check_timeout(timeout)
@@ -229,7 +229,7 @@ class Sender(AbstractContextManager["Sender"]):
         if before is not None:
             before._close()
             self._give_back(before._memory)
-            before._end(None, Superseded("later weights were sent before these had left"))
+            before._end(None, NotPromoted("later weights were sent before these had left", reason="superseded"))
         return sending
 
     def _staging_of(self, request: SwapRequest) -> Staging:

@@ -353,7 +353,8 @@ def _document(content: Any, status: int = 200) -> Response:
 def _refusal(failure: Failure) -> Response:
     """Return the error response of a failure."""
     headers = {**_NO_STORE, "retry-after": "1"} if failure.retry else _NO_STORE
-    return Response(encode_json(AdminError(error=failure.text, kind=failure.kind)), failure.status, headers, JSON)
+    refused = AdminError(error=failure.text, kind=failure.kind, reason=failure.reason)
+    return Response(encode_json(refused), failure.status, headers, JSON)
 
 
 class _EventStream:

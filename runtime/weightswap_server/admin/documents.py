@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from weightswap_runtime.errors import reason_of
 from weightswap_runtime.following.intake import refused_weights
 from weightswap_runtime.following.watching import Follower, Watcher
 from weightswap_runtime.live.receipt import Event, SwapReceipt
@@ -240,7 +241,7 @@ class ServerStatus(Struct, kw_only=True):
 
 
 class Refusal(Struct, kw_only=True):
-    """An attempt that changed nothing. kind: the error's class. event: as in `Event`.
+    """An attempt that changed nothing. kind, reason: as in `AdminError`. event: as in `Event`.
 
     weights_id: the weights that were refused; empty if it is not known, or if another try may succeed.
     """
@@ -252,6 +253,7 @@ class Refusal(Struct, kw_only=True):
     phase: str
     kind: str
     error: str
+    reason: str = ""
     weights_id: str = ""
 
 
@@ -292,10 +294,11 @@ class Uploads(Struct, kw_only=True):
 
 
 class AdminError(Struct, kw_only=True):
-    """The reason why nothing was done. kind: the error's class."""
+    """The reason why nothing was done. kind: the error's class. reason: which of its cases, if it has several."""
 
     error: str
     kind: str = ""
+    reason: str = ""
 
 
 class LoadParameters(Struct, kw_only=True):
@@ -359,5 +362,6 @@ def refusal_of(event: Event) -> Refusal:
         phase=event.phase,
         kind=type(event.error).__name__ if event.error else "",
         error=str(event.error) if event.error else "",
+        reason=reason_of(event.error),
         weights_id=refused_weights(event),
     )

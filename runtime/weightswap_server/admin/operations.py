@@ -263,7 +263,7 @@ class ModelOperations:
         )
 
     def remove_variant(self, request: RemoveVariantRequest, by: str) -> VariantReceipt:
-        """Remove a variant. Raises Unsupported and UnknownVariant."""
+        """Remove a variant. Raises Unsupported and UnknownName."""
         self._check_not_shared()
         return self.model.remove_variant(request.group, request.name, by=by)
 

@@ -428,7 +428,7 @@ async def _refuse(why: str, request: Request) -> Response:
 
 def _refused(error: WeightswapError) -> Response:
     failure = admin_failure_of(error)
-    return _answer(DiskRefused(error=failure.text, kind=failure.kind, message=failure.text), 400)
+    return _answer(DiskRefused(error=failure.text, kind=failure.kind, reason=failure.reason, message=failure.text), 400)
 
 
 def _answer(content: Struct, status: int = 200) -> Response:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from weightswap_runtime.errors import NonFiniteWeights, Superseded, listed, plural
+from weightswap_runtime.errors import NonFiniteWeights, NotPromoted, listed, plural
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights, Hold
 from weightswap_runtime.following.place import DesiredPlace, known_weights
 from weightswap_runtime.format.delta import Delta, write_delta
@@ -189,13 +189,14 @@ def _set(place: DesiredPlace, weights: str, **options: Any) -> DesiredState:
 
 
 def _roll_back(place: DesiredPlace, to: str, *, revision: int, **options: Any) -> DesiredState:
-    """Roll back to weights that processes may serve. Raises Superseded, NonFiniteWeights, and what `_read` raises."""
+    """Roll back to weights that processes may serve. Raises NotPromoted, NonFiniteWeights, and what `_read` raises."""
     target = place.rollback_target(None if to == "last" else to, revision=revision)
     where = printable(place.locate(target))
     if any(each.weights_id == target.weights_id for each in place.read().withdrawn):
-        raise Superseded(
+        raise NotPromoted(
             f"{where}: its weights {target.weights_id[:SHOWN]} were withdrawn. Roll back to others, or desire these "
-            "again with --set."
+            "again with --set.",
+            reason="superseded",
         )
     for base in target.bases or ():
         _read(place.locate(base))

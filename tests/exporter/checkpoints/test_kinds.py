@@ -17,7 +17,7 @@ from tests.support import warm
 from tests.support.packages import needs
 from tests.support.quantised import BATCH, X, floats, quantised
 from weightswap_exporter import export, pack, publish
-from weightswap_runtime import Artifact, ArtifactError, CheckpointError, RecordingError, WeightsMismatch
+from weightswap_runtime import Artifact, ArtifactError, CheckpointError, ParityError, WeightsMismatch
 
 pytestmark = needs("torchao")
 KIND = "int8 dynamic"
@@ -117,7 +117,7 @@ def test_quantised_weights_are_refused_for_a_float_graph(tmp_path: Path) -> None
 def test_goldens_of_another_kind_are_refused(artifact: Artifact, tmp_path: Path) -> None:
     source = quantised(KIND).state_dict()
     with pytest.raises(
-        RecordingError, match=GRAPHS + r"the model has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act"
+        ParityError, match=GRAPHS + r"the model has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act"
     ):
         pack(source, artifact, model=quantised("int8"), goldens=[(X,)], out=tmp_path / "v1.safetensors")
 

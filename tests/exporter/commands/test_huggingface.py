@@ -23,7 +23,7 @@ from weightswap_exporter.commands.hf_directory import directory_recipe, export_d
 from weightswap_exporter.commands.hf_inputs import sample_inputs
 from weightswap_exporter.modules.libraries import checkpoint, load
 from weightswap_exporter.modules.tensors import is_fake
-from weightswap_runtime import CaptureError, CheckpointError, MissingExtra, RecipeError, Unsupported, WeightswapError
+from weightswap_runtime import CaptureError, CheckpointError, ExportError, MissingExtra, Unsupported, WeightswapError
 from weightswap_runtime import load as serve
 
 zoo = pytest.mark.parametrize("entry", HUGGING_FACE, ids=str)
@@ -189,16 +189,16 @@ def test_code_in_a_directory_is_not_run_where_the_library_has_the_model(tmp_path
 @pytest.mark.parametrize(
     ("config", "kind", "says"),
     [
-        (None, RecipeError, "has no config.json; hf: takes the local directory"),
-        ("{", RecipeError, "cannot be read as JSON"),
-        ("[]", RecipeError, "names no model_type"),
-        ('{"architectures": ["BertModel"]}', RecipeError, "names no model_type"),
-        ('{"model_type": "nobody"}', RecipeError, r"has no model type 'nobody'\. Write a recipe"),
-        ('{"model_type": "nobody", "auto_map": {"AutoModel": "a.B"}}', RecipeError, r"\(auto_map\) is never run"),
-        ('{"model_type": "bert", "architectures": ["BertForNothing"]}', RecipeError, "no model class 'BertForNothing'"),
-        ('{"model_type": "bert", "architectures": ["BertConfig"]}', RecipeError, "no model class 'BertConfig'"),
-        ('{"model_type": "bert", "hidden_size": "wide"}', RecipeError, "transformers cannot use it"),
-        ('{"model_type": "bert", "hidden_size": 30, "num_attention_heads": 7}', RecipeError, "cannot be built"),
+        (None, ExportError, "has no config.json; hf: takes the local directory"),
+        ("{", ExportError, "cannot be read as JSON"),
+        ("[]", ExportError, "names no model_type"),
+        ('{"architectures": ["BertModel"]}', ExportError, "names no model_type"),
+        ('{"model_type": "nobody"}', ExportError, r"has no model type 'nobody'\. Write a recipe"),
+        ('{"model_type": "nobody", "auto_map": {"AutoModel": "a.B"}}', ExportError, r"\(auto_map\) is never run"),
+        ('{"model_type": "bert", "architectures": ["BertForNothing"]}', ExportError, "no model class 'BertForNothing'"),
+        ('{"model_type": "bert", "architectures": ["BertConfig"]}', ExportError, "no model class 'BertConfig'"),
+        ('{"model_type": "bert", "hidden_size": "wide"}', ExportError, "transformers cannot use it"),
+        ('{"model_type": "bert", "hidden_size": 30, "num_attention_heads": 7}', ExportError, "cannot be built"),
         ('{"model_type": "llama", "quantization_config": {"bits": 4}}', Unsupported, "is quantised"),
     ],
 )

@@ -26,7 +26,7 @@ from weightswap_runtime import (
     ArtifactError,
     CaptureError,
     ExportError,
-    UnknownMethod,
+    UnknownName,
     Unsupported,
     WeightsMismatch,
     load,
@@ -214,7 +214,7 @@ def test_state_stays_an_input(tmp_path: Path) -> None:
         model.mean.copy_(mean)
         np.testing.assert_allclose(y, model(x), rtol=1e-5, atol=1e-5)
     assert [int(value) for value in after if value.dtype == np.int64] == [5]
-    with pytest.raises(UnknownMethod, match="'encode' is not a method of this artifact, which has: forward, peek"):
+    with pytest.raises(UnknownName, match="'encode' is not a method of this artifact, which has: forward, peek"):
         export_onnx(artifact, packed, out=tmp_path / "n.onnx", method="encode")
 
 

@@ -16,7 +16,7 @@ from weightswap_exporter.commands.build import compile_command
 from weightswap_exporter.engines import compiling, engine_check
 from weightswap_exporter.engines.engine_check import differences
 from weightswap_exporter.parity import Run, compare, first_divergence
-from weightswap_runtime import Artifact, UnknownMethod, Unsupported
+from weightswap_runtime import Artifact, UnknownName, Unsupported
 from weightswap_runtime.engines.torch_calls import GraphCall
 from weightswap_tools.bench import running
 from weightswap_tools.bench.running import BenchRequest, EngineBench
@@ -64,9 +64,7 @@ def test_unknown_engines_are_refused(engines: Any, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("empty_compilers")
 def test_methods_by_name(tmp_path: Path) -> None:
     artifact = export(Decoder(), methods=specs(), out=tmp_path / "a")
-    with pytest.raises(
-        UnknownMethod, match="'encode' is not a method of this artifact, which has: prefill, decode, pl"
-    ):
+    with pytest.raises(UnknownName, match="'encode' is not a method of this artifact, which has: prefill, decode, pl"):
         compile_engines(artifact, ["onnx"], methods=["decode", "encode"])
     command = [str(artifact.path), "--engine", "onnx", "--method"]
     assert CliRunner().invoke(compile_command, [*command, "decode"]).output == "added  engines/onnx/decode.bin, 0 B\n"

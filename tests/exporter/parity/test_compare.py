@@ -20,7 +20,7 @@ from weightswap_exporter import MethodSpec, export, pack, skeleton
 from weightswap_exporter.parity import Run, compare, first_divergence
 from weightswap_exporter.parity.executions import CallCase, EngineSide
 from weightswap_runtime import Artifact, ParityError, Unsupported
-from weightswap_runtime.errors import GoldensError
+from weightswap_runtime.errors import WeightFileError
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +286,7 @@ def test_goldens_of_another_graph_and_damaged_ones(artifact: Artifact, tmp_path:
     pack(tied(), artifact, out=tmp_path / "w.safetensors")
     beside = tmp_path / "w.goldens.safetensors"
     beside.write_bytes((tmp_path / "v.goldens.safetensors").read_bytes())
-    with pytest.raises(GoldensError, match="unusable goldens"):
+    with pytest.raises(WeightFileError, match="unusable goldens"):
         compare(tied(), artifact, tmp_path / "w.safetensors")
     beside.write_bytes(b"no safetensors file")
     with pytest.raises(Exception, match=r"w\.goldens\.safetensors") as caught:

@@ -23,7 +23,6 @@ from weightswap_runtime import (
     Artifact,
     BaseMismatch,
     CheckpointError,
-    GoldensError,
     Model,
     SwapReceipt,
     Unsupported,
@@ -238,11 +237,11 @@ def test_a_recipe_for_another_model(folder: Path) -> None:
 def test_goldens_of_other_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "v.safetensors").write_bytes((folder / "v2.safetensors").read_bytes())
     (tmp_path / "v.goldens.safetensors").write_bytes((folder / "v1.goldens.safetensors").read_bytes())
-    with pytest.raises(GoldensError, match=r"recorded for the weights .*, but those beside it are"):
+    with pytest.raises(WeightFileError, match=r"recorded for the weights .*, but those beside it are"):
         verify(folder / "a", tmp_path / "v.safetensors")
     result = command(folder, "a", str(tmp_path / "v.safetensors"), "--json")
     assert result.exit_code == 1
-    assert '"error": "GoldensError"' in result.output
+    assert '"error": "WeightFileError"' in result.output
 
 
 def test_weights_of_another_graph_name_what_does_not_fit(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 
 from weightswap_exporter import export, pack, skeleton
 from weightswap_runtime import Artifact, CaptureError, CheckpointError, WeightFileError, WeightsMismatch, load
-from weightswap_runtime.errors import ContextMismatch, GraphMismatch, StaleContext
+from weightswap_runtime.errors import ContextError, GraphMismatch, StaleState
 from weightswap_runtime.memory.host import FOR_STAGING
 from weightswap_tools.diff.artifacts import compare_artifacts
 
@@ -377,10 +377,10 @@ def test_a_state_of_other_weights_is_started_anew(tmp_path: Path) -> None:
     served(X, context=context)
     context.save(tmp_path / "c.safetensors")
     served.swap(files[1])
-    with pytest.raises(StaleContext, match=r'on_swap="reset" or "pin"') as stale:
+    with pytest.raises(StaleState, match=r'on_swap="reset" or "pin"') as stale:
         served(X, context=context)
     assert "keep" not in str(stale.value)
-    with pytest.raises(ContextMismatch, match=r"start a new context.*would mix both"):
+    with pytest.raises(ContextError, match=r"start a new context.*would mix both"):
         served.load_context(tmp_path / "c.safetensors")
     assert torch.equal(served(X, context=served.new_context(on_swap="reset")), seeded(1, Remembering)(X))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tests.support.remembering import POLICIES, Files, Policy, Remembering, X
-from weightswap_runtime import Context, ContextMismatch, LeaseTimeout, Model, NothingToRollBack, StaleContext, load
+from weightswap_runtime import Context, ContextError, Model, NothingToRollBack, StaleState, WaitTimeout, load
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ class ContextMachine(RuleBasedStateMachine):
             for context, _, _ in self.contexts
         )
         if held:
-            with pytest.raises(LeaseTimeout):
+            with pytest.raises(WaitTimeout):
                 self.model.swap(self.files.weights[seed])
             return
         assert self.model.swap(self.files.weights[seed]).contexts == self.outdated_by(seed)
@@ -67,7 +67,7 @@ class ContextMachine(RuleBasedStateMachine):
             with pytest.raises(NothingToRollBack):
                 self.model.rollback()
         elif not self.double and any(context.on_swap == "pin" for context, _, _ in self.contexts):
-            with pytest.raises(LeaseTimeout):
+            with pytest.raises(WaitTimeout):
                 self.model.rollback()
         else:
             assert self.model.rollback().contexts == self.outdated_by(self.previous)
@@ -95,7 +95,7 @@ class ContextMachine(RuleBasedStateMachine):
         weights = made_with if context.on_swap == "pin" else self.current
         if made_with not in (-1, weights):
             if context.on_swap == "invalidate":
-                with pytest.raises(StaleContext):
+                with pytest.raises(StaleState):
                     self.model(X * factor, context=context)
                 return
             if context.on_swap == "reset":
@@ -127,7 +127,7 @@ class ContextMachine(RuleBasedStateMachine):
         assert self.saved
         path, eager, made_with = self.saved
         if made_with not in (-1, self.current):
-            with pytest.raises(ContextMismatch):
+            with pytest.raises(ContextError):
                 self.model.load_context(path, on_swap=policy)
             made_with = self.current
             context = self.model.load_context(path, on_swap=policy, allow_other_weights=True)
@@ -163,7 +163,7 @@ class Stream(threading.Thread):
             with self.model.new_context(on_swap=self.policy) as context:
                 try:
                     self.stream(context)
-                except StaleContext:
+                except StaleState:
                     assert self.policy == "invalidate"
 
     def stream(self, context: Context) -> None:

@@ -24,7 +24,6 @@ from tests.support.varied import Origin, RichFiles, X, addresses, live, live_byt
 from weightswap_runtime import (
     BaseMismatch,
     DigestMismatch,
-    LeaseTimeout,
     ModelFailed,
     NothingToRollBack,
     NoWeights,
@@ -34,6 +33,7 @@ from weightswap_runtime import (
     StagingBusy,
     SwapError,
     UnexpectedWeights,
+    WaitTimeout,
     WeightFileError,
     load,
 )
@@ -130,7 +130,7 @@ class SwapMachine(RuleBasedStateMachine):
             return BaseMismatch
         if way.kind == "delta" and self.current != self.files.whole(way.base):
             return BaseMismatch
-        return LeaseTimeout if self.idle_is_pinned else None
+        return WaitTimeout if self.idle_is_pinned else None
 
     @property
     def idle_is_pinned(self) -> bool:
@@ -178,7 +178,7 @@ class SwapMachine(RuleBasedStateMachine):
 
     def held(self) -> type[SwapError] | None:
         """Return the error of a commit in place that would wait for a pin of this thread."""
-        return LeaseTimeout if self.pins and not self.double else None
+        return WaitTimeout if self.pins and not self.double else None
 
     @precondition(lambda self: not self.staged)
     @rule(way=ways, stop=st.sampled_from(["no", "at once", "in the end", "dropped"]))
@@ -241,7 +241,7 @@ class SwapMachine(RuleBasedStateMachine):
         if kind == "delta flipped" and (self.current != whole or self.failed):
             error = BaseMismatch
         if writes and self.idle_is_pinned:
-            error, writes = LeaseTimeout, False
+            error, writes = WaitTimeout, False
         with pytest.raises(error):
             self.model.swap(path, **options)
         if writes:
@@ -355,7 +355,7 @@ class SwapMachine(RuleBasedStateMachine):
         elif self.previous is None or self.current is None:
             expected = NothingToRollBack
         elif self.pins and not self.double:
-            expected = LeaseTimeout
+            expected = WaitTimeout
         if expected:
             with pytest.raises(expected):
                 self.model.rollback()

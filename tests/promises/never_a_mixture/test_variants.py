@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.adapters import BASES, Adapters, X
-from weightswap_runtime import Model, StaleVariant, UnknownVariant, VariantsBusy, load
+from weightswap_runtime import Model, StagingBusy, StaleState, UnknownName, load
 
 VARIANTS, ROOM = 3, 2
 
@@ -37,7 +37,7 @@ class Customer(threading.Thread):
             choice = None if adapter is None else {"lora": f"v{adapter}"}
             try:
                 bases, answer = self.answer(choice)
-            except (UnknownVariant, StaleVariant):
+            except (UnknownName, StaleState):
                 continue
             if not any(torch.equal(answer, self.files.expected(base, adapter)) for base in bases):
                 self.wrong.append(f"{adapter} over {bases}")
@@ -64,7 +64,7 @@ def test_variants_in_a_storm(files: Adapters) -> None:
         for step in range(45):
             name = step % VARIANTS
             base = model.weights_id if step % 5 == 0 else None
-            with suppress(VariantsBusy):
+            with suppress(StagingBusy):
                 model.add_variant("lora", f"v{name}", files.paths[name], base=base)
                 if step % 7 == 0:
                     model.remove_variant("lora", f"v{name}")

@@ -16,7 +16,6 @@ from weightswap_exporter import compile_engines, export, pack
 from weightswap_runtime import (
     Artifact,
     GoldenMismatch,
-    GoldensError,
     Model,
     Unsupported,
     WeightFileError,
@@ -130,7 +129,7 @@ def test_weights_that_give_no_finite_outputs_are_refused(shelf: Shelf, residency
     path = pack(broken, shelf.artifact, out=shelf.folder / "broken.safetensors").path
     goldens = shelf.folder / "broken.goldens.safetensors"
     (shelf.folder / "v1.goldens.safetensors").rename(goldens)
-    with pytest.raises(GoldensError, match=r"recorded for the weights .*, but those beside it are"):
+    with pytest.raises(WeightFileError, match=r"recorded for the weights .*, but those beside it are"):
         model.swap(path)
     with pytest.raises(GoldenMismatch, match="not finite"):
         model.swap(path, verify="finite")
@@ -195,7 +194,7 @@ def test_damaged_goldens_refuse_before_anything_is_read(shelf: Shelf) -> None:
     path = shelf.pack(2)
     goldens = shelf.folder / "v2.goldens.safetensors"
     goldens.write_bytes(goldens.read_bytes()[:-1] + b"?")
-    with pytest.raises(GoldensError, match="its bytes have"):
+    with pytest.raises(WeightFileError, match="its bytes have"):
         model.swap(path)
     model.rollback()
     assert serves(model, 0)

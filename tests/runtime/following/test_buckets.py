@@ -14,7 +14,7 @@ from tests.support.servers import S3Bucket, S3Server, WebServer
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, eventually
-from weightswap_runtime import DesiredError, DesiredPlace, Held, RevisionConflict, Superseded, Unsupported, load
+from weightswap_runtime import DesiredError, DesiredPlace, NotPromoted, RevisionConflict, Unsupported, load
 from weightswap_runtime.sources import remote as retries
 
 
@@ -56,9 +56,9 @@ def test_a_place_in_a_bucket(bucket: S3Bucket, tiny: TinyArtifact, tmp_path: Pat
         place.rollback(revision=2, by="ana")
         assert follower.wait(60, revision=3)
         assert serves(model, 1)
-    with pytest.raises(Held):
+    with pytest.raises(NotPromoted):
         place.promote(url(3))
-    with pytest.raises(Superseded, match="then withdrawn"):
+    with pytest.raises(NotPromoted, match="then withdrawn"):
         place.promote(url(2))
     local = tiny.write(tmp_path / "local.safetensors", tiny.values(4))
     assert place.set(local, revision=3).weights == place.read().weights

@@ -25,13 +25,13 @@ from tests.support.tiny import TinyArtifact, X
 from weightswap_runtime import (
     DigestMismatch,
     Event,
-    LeaseTimeout,
     Model,
     NothingToRollBack,
     StageCancelled,
     StageClosed,
     Staged,
     StagingBusy,
+    WaitTimeout,
     load,
 )
 from weightswap_runtime.following.controller import REMEMBERED, Change, Controller, Lease
@@ -88,7 +88,7 @@ class Owner(Controller):
 
 def refusing(store: Store) -> AbstractContextManager[Any]:
     def refuse(*_: object) -> None:
-        raise LeaseTimeout("the test's")
+        raise WaitTimeout("the test's")
 
     return patch.multiple(store, commit=refuse, rollback=refuse)
 
@@ -301,7 +301,7 @@ class Machine(RuleBasedStateMachine):
             return KeyError
         if change.staged is not None and change.staged._work.weights is None:
             return StageClosed  # they were discarded with the change that they were borrowed from
-        return LeaseTimeout if fails == "commit" else None
+        return WaitTimeout if fails == "commit" else None
 
     def _committed(self, name: str, change: Change) -> None:
         """All that has these weights is over."""

@@ -19,12 +19,10 @@ from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, eventually
 from weightswap_runtime import (
-    DesiredDamaged,
     DesiredError,
     DesiredPlace,
     DigestMismatch,
     Event,
-    GoldensError,
     GraphMismatch,
     Model,
     ModelClosed,
@@ -172,7 +170,7 @@ def test_an_invalid_document_changes_nothing(content: bytes, model: Model, servi
         assert follower.wait(60)
         good = document.read_bytes()
         document.write_bytes(content)
-        assert eventually(lambda: isinstance(follower.last_error, DesiredDamaged))
+        assert eventually(lambda: isinstance(follower.last_error, DesiredError))
         assert serves(model, 1)
         document.write_bytes(good)
         assert eventually(lambda: follower.last_error is None)
@@ -390,7 +388,7 @@ def test_an_index_and_its_shards_are_tried_again_when_one_of_their_files_changes
     goldens = folder / "m.goldens.safetensors"
     goldens.write_bytes(NO_GOLDENS)
     with model.follow(service.folder, SOON) as follower:
-        assert eventually(lambda: isinstance(follower.last_error, GoldensError))
+        assert eventually(lambda: isinstance(follower.last_error, WeightFileError))
         goldens.unlink()
         assert eventually(lambda: isinstance(follower.last_error, UnexpectedWeights))
         safetensors.torch.save_file({"bias": values["bias"]}, folder / shards["bias"])
@@ -470,9 +468,9 @@ def test_looks_at_a_place_keep_no_descriptors_and_no_memory(service: Service) ->
     gc.collect()
     before = descriptors()
     for _ in range(50):
-        with pytest.raises(DesiredDamaged):
+        with pytest.raises(DesiredError):
             place.read()
-        with pytest.raises(DesiredDamaged):
+        with pytest.raises(DesiredError):
             place.hold(revision=1)
     assert descriptors() <= before
 

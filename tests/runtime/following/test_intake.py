@@ -59,7 +59,7 @@ def test_weights_that_are_served_are_not_taken(rig: IntakeRig) -> None:
     assert (rig.attempts, rig.reports) == ([], [])
     rig.write("v2", 5)
     rig.look()
-    assert rig.reports == [("skipped v2", "Superseded")]  # v3 counts as taken
+    assert rig.reports == [("skipped v2", "NotPromoted")]  # v3 counts as taken
 
 
 def test_weights_of_a_model_that_has_failed_are_taken(rig: IntakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_what_comes_before_a_file_that_was_taken_is_passed_over(rig: IntakeRig) 
     rig.write("v1", 1)
     rig.look()
     assert rig.committed == ["v3"]
-    assert rig.reports[1:] == [("skipped v1", "Superseded"), ("skipped v2", "Superseded")]
+    assert rig.reports[1:] == [("skipped v1", "NotPromoted"), ("skipped v2", "NotPromoted")]
     assert "passed over, because v3.safetensors comes later" in str(rig.intake.skipped["v1.safetensors"])
     (rig.folder / "v1.safetensors").unlink()
     rig.look()

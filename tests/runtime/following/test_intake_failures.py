@@ -12,14 +12,13 @@ import pytest
 
 from tests.support.intake_rig import INTERVAL, IntakeRig
 from weightswap_runtime import (
-    DamagedFile,
     GraphMismatch,
-    LeaseTimeout,
     ModelFailed,
     OutOfMemory,
     StageCancelled,
     StagingBusy,
     SwapError,
+    WaitTimeout,
     WeightFileError,
     WeightsMismatch,
 )
@@ -46,7 +45,7 @@ def test_names_with_line_ends_are_escaped_in_texts(rig: IntakeRig) -> None:
 
 TRANSIENT = [
     StagingBusy("busy"),
-    LeaseTimeout("pinned"),
+    WaitTimeout("pinned"),
     OutOfMemory("full"),
     ModelFailed("half-way"),
     RuntimeError("unforeseen"),
@@ -78,7 +77,7 @@ def test_a_file_that_cannot_be_read_does_not_keep_a_later_one(rig: IntakeRig) ->
     rig.errors["v1"] = [WeightFileError("cannot be read")]
     rig.look()
     assert (rig.attempts, rig.committed) == (["v1", "v2"], ["v2"])
-    assert rig.reports == [("skipped v1", "Superseded")]
+    assert rig.reports == [("skipped v1", "NotPromoted")]
 
 
 def test_a_busy_model_is_tried_once_per_look(rig: IntakeRig) -> None:
@@ -171,7 +170,7 @@ def no_header(rig: IntakeRig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("write", "error"), [(other_graph, GraphMismatch), (other_tensors, WeightsMismatch), (no_header, DamagedFile)]
+    ("write", "error"), [(other_graph, GraphMismatch), (other_tensors, WeightsMismatch), (no_header, WeightFileError)]
 )
 def test_what_never_fits_is_skipped(write: Callable[[IntakeRig], None], error: type, rig: IntakeRig) -> None:
     rig.look()

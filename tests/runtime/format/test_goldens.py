@@ -18,8 +18,8 @@ from tests.support.tiny import WriteWeights, X
 from weightswap_runtime import (
     Artifact,
     GoldenMismatch,
-    GoldensError,
     Unsupported,
+    WeightFileError,
     WeightsMismatch,
     WeightswapError,
     load,
@@ -134,7 +134,9 @@ def test_outputs_of_another_shape_are_a_mismatch(stage: Stage) -> None:
 
 def test_goldens_of_other_weights(stage: Stage) -> None:
     goldens = stage.open()
-    with pytest.raises(GoldensError, match=r"v1.goldens.safetensors: recorded for the weights [0-9a-f]{12}, but those"):
+    with pytest.raises(
+        WeightFileError, match=r"v1.goldens.safetensors: recorded for the weights [0-9a-f]{12}, but those"
+    ):
         stage.verify(goldens, seed=2)
     assert stage.verify(goldens, seed=2, mode="finite") == "finite"
     assert stage.verify(goldens._replace(bundled=True), seed=2) == "finite"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.handmade import Document, Stage, written
 from tests.support.tiny import X
-from weightswap_runtime import GoldensError, WeightFileError, WeightswapError
+from weightswap_runtime import WeightFileError, WeightswapError
 from weightswap_runtime.format.goldens import goldens_beside, open_goldens
 
 
@@ -64,7 +64,7 @@ BROKEN = {
 @pytest.mark.parametrize(("alter", "says"), BROKEN.values(), ids=BROKEN)
 def test_broken_documents_are_refused_with_a_reason(alter: Callable[[Document], None], says: str, stage: Stage) -> None:
     alter(stage.document)
-    with pytest.raises(GoldensError) as refused:
+    with pytest.raises(WeightFileError) as refused:
         open_goldens(written(stage.path, stage.tensors, stage.document), stage.tiny.manifest)
     assert says in str(refused.value)
     assert str(refused.value).startswith(str(stage.path))
@@ -73,24 +73,24 @@ def test_broken_documents_are_refused_with_a_reason(alter: Callable[[Document], 
 def test_files_that_hold_no_goldens_are_refused_with_a_reason(stage: Stage, tmp_path: Path) -> None:
     manifest = stage.tiny.manifest
     written(stage.path, stage.tensors | {"0.more": X + 1}, stage.document)
-    with pytest.raises(GoldensError, match=r"'0.more' lacks a tensor or a digest.*'0.more' belongs to no case"):
+    with pytest.raises(WeightFileError, match=r"'0.more' lacks a tensor or a digest.*'0.more' belongs to no case"):
         open_goldens(stage.path, manifest)
-    with pytest.raises(GoldensError, match="metadata is invalid"):
+    with pytest.raises(WeightFileError, match="metadata is invalid"):
         open_goldens(stage.folder / "v1.safetensors", manifest)
     for text in ("[]", "{", "null", "", '"' * 9, "[" * 5000):
-        with pytest.raises(GoldensError, match="metadata is invalid"):
+        with pytest.raises(WeightFileError, match="metadata is invalid"):
             open_goldens(written(stage.path, stage.tensors, text), manifest)
     safetensors.torch.save_file(stage.tensors, stage.path)
-    with pytest.raises(GoldensError, match="has no `weightswap` metadata"):
+    with pytest.raises(WeightFileError, match="has no `weightswap` metadata"):
         open_goldens(stage.path, manifest)
     stage.path.write_bytes(stage.path.read_bytes()[:-1])
     with pytest.raises(WeightFileError, match="it is truncated"):
         open_goldens(stage.path, manifest)
     for path in (tmp_path / "nowhere", tmp_path, Path("x\0")):
-        with pytest.raises(GoldensError, match="cannot be read"):
+        with pytest.raises(WeightFileError, match="cannot be read"):
             open_goldens(path, manifest)
     (tmp_path / "w.goldens.safetensors").symlink_to("nowhere")
-    with pytest.raises(GoldensError, match="cannot be read"):
+    with pytest.raises(WeightFileError, match="cannot be read"):
         goldens_beside(tmp_path / "w.safetensors", manifest)
 
 

@@ -18,11 +18,11 @@ from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, X, serves
 from weightswap_exporter import export, pack, skeleton
 from weightswap_runtime import (
     DigestMismatch,
-    LeaseTimeout,
     Model,
     StageClosed,
     StagingBusy,
     Unsupported,
+    WaitTimeout,
     WeightFileError,
     load,
 )
@@ -144,7 +144,7 @@ def test_a_commit_that_waits_may_be_cancelled(tiny: TinyArtifact, weight_file: W
     async def work() -> None:
         async with model.astage(weight_file(1)) as staged:
             with model.pin():
-                with pytest.raises(LeaseTimeout):
+                with pytest.raises(WaitTimeout):
                     await staged.acommit(timeout=0.01)
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(staged.acommit(timeout=None), 0.1)

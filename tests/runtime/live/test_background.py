@@ -24,7 +24,6 @@ from tests.support.watched import eventually
 from weightswap_runtime import (
     DigestMismatch,
     Event,
-    LeaseTimeout,
     Model,
     NothingToRollBack,
     StageCancelled,
@@ -32,6 +31,7 @@ from weightswap_runtime import (
     Staged,
     StagingBusy,
     Unsupported,
+    WaitTimeout,
     WeightFileError,
     load,
     write_delta,
@@ -355,7 +355,7 @@ def committing(staged: Staged, timeout: float | None) -> threading.Thread:
     """A thread whose commit waits for a pin."""
 
     def commit() -> None:
-        with suppress(LeaseTimeout):
+        with suppress(WaitTimeout):
             staged.commit(timeout=timeout)
 
     thread = threading.Thread(target=commit)

@@ -17,17 +17,14 @@ from tests.support.graph_calls import hold_calls
 from tests.support.remembering import ENGINES, POLICIES, Files, Served, X
 from weightswap_runtime import (
     Context,
-    ContextBroken,
-    ContextBusy,
-    ContextClosed,
-    ContextMismatch,
+    ContextError,
     InputMismatch,
-    LeaseTimeout,
     Model,
     ModelClosed,
     NoWeights,
-    StaleContext,
+    StaleState,
     Unsupported,
+    WaitTimeout,
     load,
 )
 from weightswap_runtime.engines import torch_calls as state
@@ -108,7 +105,7 @@ def test_what_a_swap_does_is_the_contexts_policy(served: Served, files: Files) -
     old = served.model.weights_id
     receipt = served.model.swap(files.weights[1])
     assert receipt.contexts == {"invalidated": 1, "kept": 1, "pinned": 1, "reset": 1}
-    with pytest.raises(StaleContext) as stale:
+    with pytest.raises(StaleState) as stale:
         served(X, contexts["invalidate"])
     assert (stale.value.made_with, stale.value.served) == (old, served.model.weights_id)
     assert served.equal(served(X, contexts["pin"]), eager(X))
@@ -131,7 +128,7 @@ def test_a_context_lives_again_when_its_weights_come_back(model: Model, files: F
     context, eager = model.new_context(), files.eager(0)
     assert torch.equal(model(X, context=context), eager(X))
     model.swap(files.weights[1])
-    with pytest.raises(StaleContext):
+    with pytest.raises(StaleState):
         model(X, context=context)
     model.rollback()
     assert torch.equal(model(X, context=context), eager(X))
@@ -151,14 +148,14 @@ def test_a_pinned_context_keeps_its_weights_until_it_is_closed(residency: str, f
     def swap() -> None:
         try:
             model.swap(files.weights[2], timeout=0.1)
-        except LeaseTimeout as error:
+        except WaitTimeout as error:
             found.append(str(error))
 
     thread = threading.Thread(target=swap)
     thread.start()
     thread.join(30)
     assert "still held by 1 pinned context" in found[0]
-    with pytest.raises(LeaseTimeout, match="close the context"):
+    with pytest.raises(WaitTimeout, match="close the context"):
         model.swap(files.weights[2])
     with torch.no_grad():
         assert torch.equal(model(X, context=context), files.eager(0)(X))
@@ -182,7 +179,7 @@ def test_pins_and_stagings_take_contexts_too(model: Model, files: Files) -> None
         eager, other = files.eager(0), files.eager(1)
         assert torch.equal(pinned(X, context=context), eager(X))
         assert torch.equal(staged(X, context=tried), other(X))
-        with pytest.raises(StaleContext):
+        with pytest.raises(StaleState):
             staged(X, context=context)
         staged.commit()
         assert torch.equal(model(X, context=tried), other(X))
@@ -191,7 +188,7 @@ def test_pins_and_stagings_take_contexts_too(model: Model, files: Files) -> None
 
 def test_a_pinned_context_is_answered_by_its_weights_alone(model: Model, files: Files) -> None:
     with model.new_context(on_swap="pin") as context, model.stage(files.weights[1]) as staged, torch.no_grad():
-        with pytest.raises(StaleContext):
+        with pytest.raises(StaleState):
             staged(X, context=context)
         assert torch.equal(model(X, context=context), files.eager(0)(X))
 
@@ -212,7 +209,7 @@ def test_a_forked_child_keeps_to_its_parents_pins(files: Files) -> None:
             try:
                 for number in (1, 2):
                     model.swap(files.weights[number], timeout=0.1)
-            except LeaseTimeout as error:
+            except WaitTimeout as error:
                 refused.append(error)
 
         def child(
@@ -227,7 +224,7 @@ def test_a_forked_child_keeps_to_its_parents_pins(files: Files) -> None:
             assert refused
             with torch.no_grad():
                 assert torch.equal(model(X, context=own), files.eager(0)(X))
-            with pytest.raises(ContextClosed, match="was lost in a fork"):
+            with pytest.raises(ContextError, match="was lost in a fork"):
                 model(X, context=contexts[0])
 
         in_a_child(child)
@@ -246,7 +243,7 @@ def test_two_calls_at_once_with_one_context_are_refused(model: Model, monkeypatc
         lambda: context.save("nowhere.safetensors"),
     ]
     for use in uses:
-        with pytest.raises(ContextBusy):
+        with pytest.raises(ContextError):
             use()
     held.go_on.set()
     thread.join(30)
@@ -254,7 +251,7 @@ def test_two_calls_at_once_with_one_context_are_refused(model: Model, monkeypatc
     model(X, context=context)
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, ContextBusy])  # of a handler that calls with the context
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, ContextError])  # of a handler that calls with the context
 def test_a_call_that_broke_off_leaves_no_half_state_behind(
     interrupt: type[BaseException], model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +269,7 @@ def test_a_call_that_broke_off_leaves_no_half_state_behind(
         with pytest.raises(interrupt):
             model(X, context=context)
     for use in (lambda: model(X, context=context), lambda: context.save("nowhere.safetensors")):
-        with pytest.raises(ContextBroken, match=r"reset\(\) it"):
+        with pytest.raises(ContextError, match=r"reset\(\) it"):
             use()
     context.reset()
     assert torch.equal(model(X, context=context), model(X))
@@ -289,7 +286,7 @@ def test_a_reset_that_breaks_off_leaves_no_half_state(model: Model, monkeypatch:
         patch.setattr(state, "_put", broken)
         with pytest.raises(KeyboardInterrupt):
             context.reset()
-    with pytest.raises(ContextBroken):
+    with pytest.raises(ContextError):
         model(X, context=context)
     context.reset()
     assert torch.equal(model(X, context=context), model(X))
@@ -298,14 +295,14 @@ def test_a_reset_that_breaks_off_leaves_no_half_state(model: Model, monkeypatch:
 def test_a_context_is_of_one_model_and_can_be_closed(model: Model, files: Files) -> None:
     with load(files.artifact, files.weights[0]) as other:
         context = other.new_context()
-        with pytest.raises(ContextMismatch, match="belongs to another model"):
+        with pytest.raises(ContextError, match="belongs to another model"):
             model(X, context=context)
         with context:
             other(X, context=context)
         context.close()
         assert context.closed
         for use in (lambda: other(X, context=context), context.reset, lambda: context.save("nowhere.safetensors")):
-            with pytest.raises(ContextClosed):
+            with pytest.raises(ContextError):
                 use()
         left = other.new_context()
     with pytest.raises(ModelClosed):

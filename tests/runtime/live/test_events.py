@@ -18,12 +18,12 @@ from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import (
     Event,
     InputMismatch,
-    LeaseTimeout,
     ModelFailed,
     NothingToRollBack,
     NoWeights,
     StageCancelled,
     StagingBusy,
+    WaitTimeout,
     WeightFileError,
     load,
 )
@@ -128,7 +128,7 @@ def test_a_commit_that_is_refused_leaves_the_staging_open(tiny: TinyArtifact, we
     told = Told()
     model = load(tiny.path, weight_file(1), residency="single", on_event=told)
     staged = model.stage(weight_file(2))
-    with model.pin(), pytest.raises(LeaseTimeout):
+    with model.pin(), pytest.raises(WaitTimeout):
         staged.commit(timeout=0)
     staged.commit()
     with pytest.raises(NothingToRollBack):

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weightswap_runtime import LeaseTimeout, ModelFailed, NoWeights
+from weightswap_runtime import ModelFailed, NoWeights, WaitTimeout
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.jobs import Claim, ClaimReference
 from weightswap_runtime.live.gate import Gate, Version, _held_leases
@@ -74,7 +74,7 @@ class GateMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 1))
     def wait_idle(self, index: int) -> None:
         if any(place is self.places[index] for place, _ in self.leases):
-            with pytest.raises(LeaseTimeout):
+            with pytest.raises(WaitTimeout):
                 self.gate.wait_idle(self.places[index], 0)
         else:
             self.gate.wait_idle(self.places[index], 0)
@@ -139,7 +139,7 @@ def test_a_hold_that_gives_up_lets_the_calls_go() -> None:
         try:
             with gate.hold(place, 0.05):
                 pass
-        except LeaseTimeout as error:
+        except WaitTimeout as error:
             failures.append(error)
 
     committer = threading.Thread(target=commit)
@@ -198,7 +198,7 @@ def test_a_thread_with_the_number_of_one_that_ended_has_not_pinned_anything() ->
 
     def commit() -> None:
         numbers.append(threading.get_ident())
-        with pytest.raises(LeaseTimeout) as caught, gate.hold(place, 0):
+        with pytest.raises(WaitTimeout) as caught, gate.hold(place, 0):
             pass
         refusals.append(str(caught.value))
 

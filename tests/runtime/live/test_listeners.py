@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import Event, LeaseTimeout, StageCancelled, Staged, StagingBusy, WeightFileError, load
+from weightswap_runtime import Event, StageCancelled, Staged, StagingBusy, WaitTimeout, WeightFileError, load
 
 
 def test_events_say_what_happened(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_listeners_may_cancel_or_discard_a_staging(tiny: TinyArtifact, weight_fi
     box.clear()
     staged = model.stage(weight_file(1))
     box.append(staged)
-    with model.pin(), pytest.raises(LeaseTimeout):
+    with model.pin(), pytest.raises(WaitTimeout):
         staged.commit()
     assert kinds[3:] == ["staging", "staged", "refused", "discarded"]
     box.clear()

@@ -23,7 +23,7 @@ from weightswap_runtime import (
     SourceChanged,
     StageCancelled,
     UnexpectedWeights,
-    UnknownVariant,
+    UnknownName,
     Unsupported,
     WeightFileError,
     WeightsMismatch,
@@ -350,5 +350,5 @@ def test_a_rollback_goes_back_to_weights_that_came_from_memory(tiny: TinyArtifac
 
 
 def test_a_variant_is_read_from_a_file(tiny: TinyArtifact) -> None:
-    with pytest.raises(UnknownVariant):
+    with pytest.raises(UnknownName):
         load(tiny.path).add_variant("lora", "a", TinyArtifact.values(0))  # type: ignore[arg-type]

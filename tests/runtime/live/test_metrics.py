@@ -172,7 +172,7 @@ def test_a_commit_that_is_refused_counts_its_staging_once(
     with model.pin(), pytest.raises(SwapError):
         model.swap(weight_file(2), timeout=0)
     assert scrape.by("swaps_total", "kind", "outcome") == {("full", "discarded"): 1}
-    assert scrape.by("failures_total", "reason") == {("LeaseTimeout",): 1}
+    assert scrape.by("failures_total", "reason") == {("WaitTimeout",): 1}
 
 
 def test_a_staging_under_way(tiny: TinyArtifact, weight_file: WriteWeights, scrape: Scrape) -> None:

@@ -13,15 +13,15 @@ import torch
 
 from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import (
-    LeaseTimeout,
+    CallError,
     ModelFailed,
     NothingToRollBack,
     NoWeights,
-    PinReleased,
     StageClosed,
     StagingBusy,
-    UnknownMethod,
+    UnknownName,
     Unsupported,
+    WaitTimeout,
     WeightFileError,
     load,
 )
@@ -161,11 +161,11 @@ def test_a_pin_sees_one_version(tiny: TinyArtifact, weight_file: WriteWeights) -
         assert serves(model, 1)
         assert torch.equal(session(X), TinyArtifact.eager(0, X))
         assert (session.weights_id, session.generation) == (pinned, 0)
-        with pytest.raises(LeaseTimeout, match="this thread itself has pinned"):
+        with pytest.raises(WaitTimeout, match="this thread itself has pinned"):
             model.swap(weight_file(2))
         assert torch.equal(session(X), TinyArtifact.eager(0, X))
     for use in (lambda: session(X), session.__enter__):
-        with pytest.raises(PinReleased):
+        with pytest.raises(CallError):
             use()
     model.swap(weight_file(2))
     assert serves(model, 2)
@@ -187,7 +187,7 @@ def test_in_single_residency_a_commit_waits_for_pins_and_then_says_so(
     holder = threading.Thread(target=hold)
     holder.start()
     pinned.wait(10)
-    with pytest.raises(LeaseTimeout, match=r"still held by 1 pin"):
+    with pytest.raises(WaitTimeout, match=r"still held by 1 pin"):
         model.swap(weight_file(1), timeout=0.05)
     assert serves(model, 0)
     threading.Timer(0.05, done.set).start()
@@ -207,10 +207,10 @@ def test_methods_are_attributes(tiny: TinyArtifact, weight_file: WriteWeights) -
     model = load(tiny.path, weight_file(0))
     assert torch.equal(model.forward(X), model(X))
     assert torch.equal(model.method("forward")(X), model(X))
-    with pytest.raises(UnknownMethod, match="nor a method of this artifact, which has: forward"):
+    with pytest.raises(UnknownName, match="nor a method of this artifact, which has: forward"):
         model.encode(X)
     assert not hasattr(model, "encode")
-    with pytest.raises(UnknownMethod, match=r"did you mean swap\?"):
+    with pytest.raises(UnknownName, match=r"did you mean swap\?"):
         model.swapp("v1.safetensors")
     with pytest.raises(WeightFileError, match=r"expected a path or URL, tensors by name, .* got a Tensor"):
         model.swap(tiny.values(0)["weight"])

@@ -288,7 +288,7 @@ def test_commands_choose_variants(folder: Path, tmp_path: Path) -> None:
     for wrong, status, said in (
         (["--variant", "lora"], 2, "expected group=path, got lora"),
         ([*chosen, *chosen], 2, "lora is chosen more than once"),
-        (["--variant", "other=x"], 1, "UnknownVariant"),
+        (["--variant", "other=x"], 1, "UnknownName"),
         (["--variant", f"lora={tmp_path / 'none'}"], 1, "none"),
     ):
         assert said in invoke(run_command, *call, *wrong, status=status).stderr

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import LeaseTimeout, StageCancelled, load
+from weightswap_runtime import StageCancelled, WaitTimeout, load
 from weightswap_runtime.live import gate
 
 
@@ -17,7 +17,7 @@ def test_a_pin_is_waited_for_in_the_background(tiny: TinyArtifact, weight_file: 
     with model.pin():
         model.swap(weight_file(1))
         staged = model.stage(weight_file(2), background=True, timeout=0.05)
-        with pytest.raises(LeaseTimeout):
+        with pytest.raises(WaitTimeout):
             staged.wait(30)
     model.stage(weight_file(2), background=True).commit()
     assert serves(model, 2)
@@ -48,7 +48,7 @@ def test_a_pin_that_is_never_given_back_stops_no_calls(
     holder.start()
     holder.join()
     time.sleep(0.05)
-    with pytest.raises(LeaseTimeout, match="still held by 1 pin"):
+    with pytest.raises(WaitTimeout, match="still held by 1 pin"):
         model.swap(weight_file(1), timeout=0.1)
     swapping = threading.Thread(target=model.swap, args=(weight_file(1),), kwargs={"timeout": 60})
     swapping.start()

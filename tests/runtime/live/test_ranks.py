@@ -388,7 +388,7 @@ def test_a_pin_on_one_rank_keeps_all_from_a_commit_in_place(files: Files) -> Non
                 pins.enter_context(model.pin())
             error = caught(lambda: model.swap(files.sets[2], timeout=0.1))
             assert isinstance(error, RanksRefused)
-            assert "LeaseTimeout" in error.reasons[1]
+            assert "WaitTimeout" in error.reasons[1]
             assert not model.failed
         assert torch.equal(model(X)[0], before)
         model.swap(files.sets[2])

@@ -16,7 +16,7 @@ from tests.support.setups import different
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
     Artifact,
-    ContextMismatch,
+    ContextError,
     GoldenMismatch,
     Model,
     StagingBusy,
@@ -224,7 +224,7 @@ def test_each_keeps_its_own_state(tmp_path: Path, residency: str) -> None:
     fresh = one(x, context=contexts[0])
     assert not torch.equal(one(x, context=contexts[0]), fresh)
     assert torch.equal(other(x, context=contexts[1]), fresh)
-    with pytest.raises(ContextMismatch):
+    with pytest.raises(ContextError):
         other(x, context=contexts[0])
     receipt = other.swap(pack(different(Counter, 2), artifacts[0], out=tmp_path / "w.safetensors").path)
     assert receipt.contexts == {"reset": 2}

@@ -29,7 +29,7 @@ from weightswap_runtime import (
     CallError,
     InputMismatch,
     Model,
-    StaleContext,
+    StaleState,
     TokenStream,
     Unsupported,
     load,
@@ -244,7 +244,7 @@ def test_a_swap_in_the_middle_follows_the_policy(residency: str, one: Exported) 
     first = next(pinned) if pinned else None
     assert model.swap(one.files[1]).contexts == {"invalidated": 1, "kept": 1} | ({"pinned": 1} if pinned else {})
     assert begun == [old[:3]] * 2
-    with pytest.raises(StaleContext):
+    with pytest.raises(StaleState):
         next(broken)
     assert len(list(kept)) == LENGTH + 1 - len(PROMPT) - 3
     if pinned:

@@ -15,11 +15,11 @@ import torch
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, X, serves
 from weightswap_runtime import Event, Model
 from weightswap_runtime.errors import (
-    LeaseTimeout,
     NothingToRollBack,
     OutOfMemory,
     StageClosed,
     Unsupported,
+    WaitTimeout,
     WeightsMismatch,
 )
 from weightswap_runtime.live.staged import Staged
@@ -115,7 +115,7 @@ def test_pinned_weights_stay(shared: Shared, weight_file: WriteWeights) -> None:
     keeper.swap(weight_file(1))
     with worker.pin() as session:
         keeper.swap(weight_file(2))
-        with pytest.raises(LeaseTimeout, match=f"held by 1 worker .process {os.getpid()}"):
+        with pytest.raises(WaitTimeout, match=f"held by 1 worker .process {os.getpid()}"):
             keeper.swap(weight_file(3), timeout=0.05)
         assert torch.equal(session(X), TinyArtifact.eager(1, X))
         assert serves(worker, 2)

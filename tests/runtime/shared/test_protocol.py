@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.sharing import BareKeeper, BareWorker, is_whole, segment
-from weightswap_runtime.errors import LeaseTimeout, NoWeights, StageClosed
+from weightswap_runtime.errors import NoWeights, StageClosed, WaitTimeout
 from weightswap_runtime.jobs import Claim, Job
 from weightswap_runtime.shared import worker as worker_module
 from weightswap_runtime.shared.control import Control, Summary
@@ -65,7 +65,7 @@ def test_a_call_keeps_its_arena(waits: bool, monkeypatch: pytest.MonkeyPatch) ->
         with worker.call() as version:
             keeper.swap()
             if waits:
-                with pytest.raises(LeaseTimeout, match="held by 1 worker"):
+                with pytest.raises(WaitTimeout, match="held by 1 worker"):
                     keeper.swap(timeout=0.05)
             else:
                 keeper.swap()
@@ -93,7 +93,7 @@ def test_a_dead_worker_holds_nothing_once_its_slot_is_emptied() -> None:
         keeper.swap()
         with worker.call():
             keeper.swap()
-            with pytest.raises(LeaseTimeout):
+            with pytest.raises(WaitTimeout):
                 keeper.swap(timeout=0.02)
             keeper.control.empty_slot(1)
             assert keeper.swap() == 2
@@ -189,7 +189,7 @@ def test_a_call_of_a_trial_keeps_its_arena(waits: bool, monkeypatch: pytest.Monk
         keeper.try_out(71)
         with worker.trial() as version:
             if waits:
-                with pytest.raises(LeaseTimeout, match="held by 1 worker"):
+                with pytest.raises(WaitTimeout, match="held by 1 worker"):
                     keeper.stage(72, timeout=0.05)
             else:
                 keeper.stage(72)
@@ -208,7 +208,7 @@ def test_a_trial_that_is_committed_is_served() -> None:
                 assert served.session is tried.session
                 assert is_whole(served)
             keeper.swap()  # into the arena that nobody holds
-            with pytest.raises(LeaseTimeout):
+            with pytest.raises(WaitTimeout):
                 keeper.swap(timeout=0.02)
             assert is_whole(tried)
         with pytest.raises(StageClosed):

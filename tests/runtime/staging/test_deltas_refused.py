@@ -15,7 +15,6 @@ from tests.support.blocks import save
 from tests.support.rows import prefer_rows
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from weightswap_runtime import (
-    DamagedFile,
     DigestMismatch,
     GraphMismatch,
     SwapError,
@@ -150,23 +149,27 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], None],
     ),
     "an unknown weight": (rename("bias", "other"), WeightsMismatch, "other: unexpected"),
     "an unknown table": (rename("weight", "other"), WeightsMismatch, "other: unexpected"),
-    "rows that fall": (rows([0, 2, 1]), DamagedFile, "weight: row 1 comes after row 2: rows have to be in ascending"),
-    "a row twice": (rows([0, 1, 1]), DamagedFile, "weight: row 1 comes after row 1"),
-    "a negative row": (rows([-1, -2, 1]), DamagedFile, "weight: row -1: the table has 3 rows"),
-    "a row beyond the table": (rows([0, 1, 3]), DamagedFile, "weight: row 3: the table has 3 rows"),
-    "an overflowing row": (rows([0, 1, 2**62 + 1]), DamagedFile, f"weight: row {2**62 + 1}: the table has 3 rows"),
+    "rows that fall": (
+        rows([0, 2, 1]),
+        WeightFileError,
+        "weight: row 1 comes after row 2: rows have to be in ascending",
+    ),
+    "a row twice": (rows([0, 1, 1]), WeightFileError, "weight: row 1 comes after row 1"),
+    "a negative row": (rows([-1, -2, 1]), WeightFileError, "weight: row -1: the table has 3 rows"),
+    "a row beyond the table": (rows([0, 1, 3]), WeightFileError, "weight: row 3: the table has 3 rows"),
+    "an overflowing row": (rows([0, 1, 2**62 + 1]), WeightFileError, f"weight: row {2**62 + 1}: the table has 3 rows"),
     "an overflowing table": (
         lambda stamp, tensors: (
             stamp["changes"].update(weight={"dtype": "F32", "shape": [2**62, 5]}),
             tensors.update({"rows:weight": np.array([5, 2**59, 2**60])}),
         )[1],
-        DamagedFile,
+        WeightFileError,
         rf"weight has the type F32\[{2**62}, 5\]",
     ),
-    "no rows": (rows([]), DamagedFile, "weight: it has no rows"),
-    "narrower rows": (rows([0, 1, 2], 16), DamagedFile, "weight: 3 rows have 48 bytes, a row of the table has 20"),
-    "wider rows": (rows([0, 1, 2], 24), DamagedFile, "weight: 3 rows have 72 bytes, a row of the table has 20"),
-    "fewer rows than data": (rows([0, 2]), DamagedFile, "weight: 2 rows have 60 bytes, a row of the table has 20"),
+    "no rows": (rows([]), WeightFileError, "weight: it has no rows"),
+    "narrower rows": (rows([0, 1, 2], 16), WeightFileError, "weight: 3 rows have 48 bytes, a row of the table has 20"),
+    "wider rows": (rows([0, 1, 2], 24), WeightFileError, "weight: 3 rows have 72 bytes, a row of the table has 20"),
+    "fewer rows than data": (rows([0, 2]), WeightFileError, "weight: 2 rows have 60 bytes, a row of the table has 20"),
     "other rows": (
         lambda stamp, tensors: tensors.update({"data:weight": np.roll(tensors["data:weight"], 20)}),
         DigestMismatch,
@@ -174,17 +177,17 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], None],
     ),
     "rows and ranges": (
         lambda stamp, tensors: tensors.update({"runs:weight": np.array([[0, 60]])}),
-        DamagedFile,
+        WeightFileError,
         "do not match the weights",
     ),
     "rows of two dimensions": (
         lambda stamp, tensors: tensors.update({"rows:weight": np.array([[0], [1], [2]])}),
-        DamagedFile,
+        WeightFileError,
         r"the tensors of weight are U8\[60\] and I64\[3, 1\]",
     ),
     "rows of a scalar": (
         lambda stamp, tensors: (tensors.pop("runs:steps"), tensors.update({"rows:steps": np.array([0])}))[1],
-        DamagedFile,
+        WeightFileError,
         "steps: row 0: the table has 0 rows",
     ),
     "rows of another table": (
@@ -214,7 +217,7 @@ def test_broken_deltas_are_refused(
     assert serves(model, 1)
 
 
-@pytest.mark.parametrize("what", [what for what in BROKEN if BROKEN[what][1] is DamagedFile])
+@pytest.mark.parametrize("what", [what for what in BROKEN if BROKEN[what][1] is WeightFileError])
 def test_damaged_deltas_are_not_merged(
     what: str, delta: WriteDelta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,8 +26,8 @@ from weightswap_runtime import (
     Artifact,
     Model,
     NonFiniteWeights,
+    NotPromoted,
     Sender,
-    Superseded,
     SwapReceipt,
     TransferFailed,
     Unsupported,
@@ -200,7 +200,7 @@ def test_rows_that_were_rolled_back_are_refused(trainer: Trainer, served: Model)
     trainer.send(served)
     trainer.send(served)
     served.rollback(by="operator")
-    with pytest.raises(Superseded, match="were served, then rolled back by operator"):
+    with pytest.raises(NotPromoted, match="were served, then rolled back by operator"):
         trainer.sender.send(trainer.model, rows=trainer.rows)
     assert trainer.send(served) == "full"
 

@@ -321,7 +321,7 @@ def test_texts_of_others_are_texts(server: Server, tiny: TinyArtifact, open_page
     section(page, "staged").get_by_role("button", name="Commit").click()
     confirm(page, "Commit", HOSTILE)
     wait(page, "served", HOSTILE)
-    wait(page, "history", "TruncatedFile")
+    wait(page, "history", "WeightFileError")
     assert page.locator("img, b > img, body script, q *, .labels b").count() == 0
 
 

@@ -108,7 +108,7 @@ def test_a_rollback_to_what_processes_would_refuse_writes_nothing(service: Servi
     run(service.folder, "--rollback-to", masked[:12], "--revision", 4)
     assert service.desired == masked
     withdrawn = run(service.folder, "--rollback-to", last[:12], "--revision", 5, status=1)
-    assert "Superseded" in withdrawn
+    assert "NotPromoted" in withdrawn
     assert "--set" in withdrawn
     assert (service.revision, service.desired) == (5, masked)
     run(service.folder, "--set", service.folder / "v4.safetensors", "--revision", 5)

@@ -49,7 +49,7 @@ def test_the_report_is_written_even_if_the_last_file_is_refused(
 ) -> None:
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"nothing")
-    for files, status, says in (([weight_file(2)], 0, "2 commits"), ([broken], 1, "TruncatedFile")):
+    for files, status, says in (([weight_file(2)], 0, "2 commits"), ([broken], 1, "WeightFileError")):
         page = tmp_path / "report.html"
         arguments = [tiny.path, weight_file(1), *files, "--html", page]
         result = CliRunner().invoke(swap_command, list(map(str, arguments)))

@@ -27,7 +27,7 @@ from tests.runtime.sources.remote.answers import (
 )
 from tests.support.servers import Answer, Handler, Request, WebServer
 from tests.support.tiny import WriteWeights, serves
-from weightswap_runtime import DamagedFile, Model, Unsupported, WeightFileError
+from weightswap_runtime import Model, Unsupported, WeightFileError
 from weightswap_runtime.sources.opening import open_source, read_small
 from weightswap_runtime.sources.remote import Transient, retry
 
@@ -162,7 +162,7 @@ PAGES: dict[str, Answer] = {
 @pytest.mark.parametrize("answer", PAGES.values(), ids=PAGES)
 def test_a_web_page_is_named(answer: Answer, model: Model, server: WebServer) -> None:
     server.fault = lambda handler, request: answer(handler, request) is None
-    with pytest.raises(DamagedFile, match=r"/weights: the server sent a web page.*a folder.s ends"):
+    with pytest.raises(WeightFileError, match=r"/weights: the server sent a web page.*a folder.s ends"):
         model.swap(f"{server.url}/weights")
     assert serves(model, 1)
 
