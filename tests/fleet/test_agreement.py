@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.refusals import because
 from weightswap_fleet.coordinator import agreement
 from weightswap_fleet.coordinator.agreement import Agreement
 from weightswap_fleet.errors import FleetRefused, FleetUndecided, UnknownFleet
@@ -264,9 +265,9 @@ def test_what_a_trainer_publishes_all_serve_unless_an_operator_has_said_otherwis
     assert (receipt.kind, receipt.revision, receipt.late) == ("publish", 3, {})
     Agreement(fleet.place, fleet).rollback(fleet.weights_id(1), "bo", "", True, SOON)
     fleet.asked.clear()
-    with pytest.raises(NotPromoted, match="then withdrawn"):
+    with pytest.raises(NotPromoted, check=because("superseded"), match="then withdrawn"):
         publish(fleet, 0)
-    with pytest.raises(NotPromoted, match="on hold by bo"):
+    with pytest.raises(NotPromoted, check=because("held"), match="on hold by bo"):
         publish(fleet, 2)
     assert fleet.asked == []
     assert set(fleet.served().values()) == {fleet.weights_id(1)}

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.packages import needs
+from tests.support.refusals import because
 from tests.support.servers import WebServer
 from weightswap_exporter import publish
 from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided
@@ -382,7 +383,7 @@ def test_two_operators_at_once(deployed: Deployed) -> None:
 def test_a_hold_stops_promotions_alone(deployed: Deployed, tmp_path: Path) -> None:
     fleet, files, _ = deployed
     fleet.hold(by="ana")
-    with pytest.raises(NotPromoted):
+    with pytest.raises(NotPromoted, check=because("held")):
         DesiredPlace(files.folder).promote(files.write(11))  # never desired before
     assert fleet.swap(files.weights[4]).late == {}
     fleet.release()

@@ -101,9 +101,7 @@ REASONS: dict[Any, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [(kind, reason) for kind, reasons in REASONS.items() for reason in reasons]
-)
+@pytest.mark.parametrize(("kind", "reason"), [(kind, reason) for kind in REASONS for reason in REASONS[kind]])
 def test_a_reason_stays_in_copies_and_in_documents(kind: Any, reason: str) -> None:
     error = kind("a text", reason=reason)
     copied = [make_copy(error) for make_copy in COPIES]

@@ -24,6 +24,7 @@ import torch
 from tests.server.load import INPUT
 from tests.server.worker_processes import children_of, eager, eventually, started
 from tests.support.administered import TOKEN
+from tests.support.refusals import because
 from tests.support.served import as_json
 from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact
@@ -126,7 +127,7 @@ class Day:
             self.good[seed] = weights_id_of(path)
             self.expected[self.good[seed]] = eager(seed)
         if seed in self.plan.held:
-            with pytest.raises(NotPromoted):
+            with pytest.raises(NotPromoted, check=because("held")):
                 self.service.place.promote(path, by="trainer")
         else:
             self.service.place.promote(path, by="trainer")
@@ -154,7 +155,7 @@ class Day:
     def release(self) -> None:
         self.service.place.release(revision=self.service.revision)
         bad = self.service.folder / f"v{self.plan.rollback}.safetensors"
-        with pytest.raises(NotPromoted):
+        with pytest.raises(NotPromoted, check=because("superseded")):
             self.service.place.promote(bad, by="trainer")
 
     def agree(self, wanted: str) -> None:

@@ -126,13 +126,15 @@ def test_what_is_refused_changes_nothing_and_is_remembered(
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(weight_file(2).read_bytes()[:-3])
     nan = tiny.write(tmp_path / "nan.safetensors", tiny.values(2) | {"bias": torch.full((5,), torch.nan)})
-    for source, kind in ((bad, "WeightFileError"), (nan, "NonFiniteWeights"), (tmp_path / "none", "WeightFileError")):
+    file_error = "WeightFileError"
+    why = [(file_error, "truncated"), ("NonFiniteWeights", ""), (file_error, "unreadable")]
+    for source, (kind, reason) in zip((bad, nan, tmp_path / "none"), why, strict=True):
         refused = change(server, "swap", source=str(source))
-        assert (refused.status, refused.json["kind"]) == (422, kind)
+        assert (refused.status, refused.json["kind"], refused.json["reason"]) == (422, kind, reason)
         assert refused.json["error"]
     assert serves(server.service.served[0].model, 1)
     refusals = call(server, "/admin/models/tiny/history").json["refusals"]
-    assert [each["kind"] for each in refusals] == ["WeightFileError", "NonFiniteWeights", "WeightFileError"]
+    assert [(each["kind"], each["reason"]) for each in refusals] == why
     assert {each["by"] for each in refusals} == {"token"}
     assert [line["outcome"] for line in audited(tmp_path)] == ["begun", "refused"] * 3
     assert change(server, "swap", source=str(nan), allow_nonfinite=["bias"]).status == 200

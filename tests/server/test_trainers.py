@@ -214,26 +214,26 @@ def nowhere(rig: Rig, tiny: TinyArtifact) -> str:
 
 
 @pytest.mark.parametrize(
-    ("path", "status", "kind"),
+    ("path", "status", "why"),
     [
-        (nan, 422, "NonFiniteWeights"),
-        (truncated, 422, "WeightFileError"),
-        (of_other_outputs, 422, "GoldenMismatch"),
-        (outside, 403, "Forbidden"),
-        (nowhere, 422, "WeightFileError"),
+        (nan, 422, ["NonFiniteWeights", ""]),
+        (truncated, 422, ["WeightFileError", "truncated"]),
+        (of_other_outputs, 422, ["GoldenMismatch", ""]),
+        (outside, 403, ["Forbidden", ""]),
+        (nowhere, 422, ["WeightFileError", "unreadable"]),
     ],
 )
 def test_weights_that_are_refused_change_nothing(
-    rig: Rig, tiny: TinyArtifact, path: Callable[[Rig, TinyArtifact], str], status: int, kind: str
+    rig: Rig, tiny: TinyArtifact, path: Callable[[Rig, TinyArtifact], str], status: int, why: list[str]
 ) -> None:
     bad = path(rig, tiny)
     refused = rig.post(FROM_DISK, {"model_path": bad, "weight_version": "v2"})
-    assert (refused.status, refused.json["kind"]) == (400, kind)
+    assert (refused.status, [refused.json["kind"], refused.json["reason"]]) == (400, why)
     assert refused.json["success"] is False
     assert refused.json["message"] == refused.json["error"]
     assert rig.post(START).status == 200
     refused = rig.post(UPDATE, {"update_info": {"path": bad}})
-    assert (refused.status, refused.json["kind"]) == (status, kind)
+    assert (refused.status, [refused.json["kind"], refused.json["reason"]]) == (status, why)
     assert rig.post(FINISH).status == 409
     assert rig.is_unchanged()
     assert rig.info()["weight_version"] == rig.model.weights_id
@@ -394,9 +394,9 @@ def test_trainers_heed_a_hold_and_what_was_withdrawn(rig: Rig, weight_file: Writ
     until(lambda: serves(rig.model, 2))
     place.rollback(revision=2, by="ann", why="slow", hold=True)
     until(lambda: serves(rig.model, 1))
-    for seed, kind in ((3, "NotPromoted"), (2, "NotPromoted")):
+    for seed, reason in ((3, "held"), (2, "superseded")):
         refused = rig.post(FROM_DISK, {"model_path": rig.file(seed)})
-        assert (refused.status, refused.json["kind"]) == (400, kind)
+        assert (refused.status, refused.json["kind"], refused.json["reason"]) == (400, "NotPromoted", reason)
         assert (rig.post(START).status, rig.update(seed).status, rig.post(FINISH).status) == (200, 200, 409)
         assert serves(rig.model, 1)
     place.release(revision=3)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Model, StageCancelled, WeightFileError, load, write_delta
+from weightswap_runtime.errors import reason_of
 from weightswap_runtime.following.directory import Entry, open_directory
 from weightswap_runtime.following.intake import Intake, Start
 from weightswap_runtime.staging.request import BaseFile
@@ -72,7 +73,7 @@ class IntakeRig:
             return staged.weights_id
 
     def notify(self, kind: str, source: str, error: BaseException) -> None:
-        self.reports.append((f"{kind} {Path(source).stem}", type(error).__name__))
+        self.reports.append((f"{kind} {Path(source).stem}", reason_of(error) or type(error).__name__))
 
     def look(self, after: float = INTERVAL) -> float:
         self.now += after

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from tests.support.refusals import because
 from tests.support.remembering import POLICIES, Files, Policy, Remembering, X
 from weightswap_runtime import Context, ContextError, Model, NothingToRollBack, StaleState, WaitTimeout, load
 
@@ -127,7 +128,7 @@ class ContextMachine(RuleBasedStateMachine):
         assert self.saved
         path, eager, made_with = self.saved
         if made_with not in (-1, self.current):
-            with pytest.raises(ContextError):
+            with pytest.raises(ContextError, check=because("mismatch")):
                 self.model.load_context(path, on_swap=policy)
             made_with = self.current
             context = self.model.load_context(path, on_swap=policy, allow_other_weights=True)

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from tests.support.refusals import because
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact
 from weightswap_fleet.documents import Spec
@@ -169,8 +170,11 @@ class Machine(RuleBasedStateMachine):
         new = self.ids[which]
         if new == self.desired:
             assert self.place.promote(self.paths[which]).revision == self.revision
-        elif new in self.withdrawn or self.held:
-            with pytest.raises(NotPromoted):
+        elif new in self.withdrawn:
+            with pytest.raises(NotPromoted, check=because("superseded")):
+                self.place.promote(self.paths[which])
+        elif self.held:
+            with pytest.raises(NotPromoted, check=because("held")):
                 self.place.promote(self.paths[which])
         else:
             self.place.promote(self.paths[which])

@@ -10,6 +10,7 @@ import fsspec.config
 import pytest
 
 from tests.runtime.sources.remote.answers import status
+from tests.support.refusals import because
 from tests.support.servers import S3Bucket, S3Server, WebServer
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, serves
@@ -56,9 +57,9 @@ def test_a_place_in_a_bucket(bucket: S3Bucket, tiny: TinyArtifact, tmp_path: Pat
         place.rollback(revision=2, by="ana")
         assert follower.wait(60, revision=3)
         assert serves(model, 1)
-    with pytest.raises(NotPromoted):
+    with pytest.raises(NotPromoted, check=because("held")):
         place.promote(url(3))
-    with pytest.raises(NotPromoted, match="then withdrawn"):
+    with pytest.raises(NotPromoted, check=because("superseded"), match="then withdrawn"):
         place.promote(url(2))
     local = tiny.write(tmp_path / "local.safetensors", tiny.values(4))
     assert place.set(local, revision=3).weights == place.read().weights

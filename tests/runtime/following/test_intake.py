@@ -59,7 +59,7 @@ def test_weights_that_are_served_are_not_taken(rig: IntakeRig) -> None:
     assert (rig.attempts, rig.reports) == ([], [])
     rig.write("v2", 5)
     rig.look()
-    assert rig.reports == [("skipped v2", "NotPromoted")]  # v3 counts as taken
+    assert rig.reports == [("skipped v2", "superseded")]  # v3 counts as taken
 
 
 def test_weights_of_a_model_that_has_failed_are_taken(rig: IntakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_after_a_flicker_nothing_is_taken_again(
     for _ in range(3):
         rig.look()
     assert (rig.attempts, serves(rig.model, 1)) == (["v0", "v1", "v2"], True)
-    assert [what for what in rig.reports if what not in told] == [("unreachable run", "WeightFileError")] * rig.outages
+    assert [what for what in rig.reports if what not in told] == [("unreachable run", "unreadable")] * rig.outages
     assert list(rig.intake.skipped) == ["v0.safetensors"]
     rig.write("v3", 3)
     rig.look()
@@ -153,7 +153,7 @@ def test_a_directory_that_is_made_later_has_only_new_files(start: Start, rig: In
     rig.folder.rmdir()
     rig.follow(start)
     assert {rig.look() for _ in range(20)} == {INTERVAL}
-    assert rig.reports == [("unreachable run", "WeightFileError")]
+    assert rig.reports == [("unreachable run", "unreadable")]
     rig.folder.mkdir()
     for seed in (1, 2):
         rig.write(f"v{seed}", seed)
@@ -221,7 +221,7 @@ def test_what_comes_before_a_file_that_was_taken_is_passed_over(rig: IntakeRig) 
     rig.write("v1", 1)
     rig.look()
     assert rig.committed == ["v3"]
-    assert rig.reports[1:] == [("skipped v1", "NotPromoted"), ("skipped v2", "NotPromoted")]
+    assert rig.reports[1:] == [("skipped v1", "superseded"), ("skipped v2", "superseded")]
     assert "passed over, because v3.safetensors comes later" in str(rig.intake.skipped["v1.safetensors"])
     (rig.folder / "v1.safetensors").unlink()
     rig.look()

@@ -103,7 +103,7 @@ def test_old_files_are_not_told_of_again(rig: IntakeRig, touch: Callable[[Path],
     touch(rig.folder / "v0.safetensors")
     looks(rig)
     assert (rig.committed, serves(rig.model, 3)) == (["v2", "v3"], True)
-    assert rig.reports == told == [("skipped v0", "NotPromoted")]
+    assert rig.reports == told == [("skipped v0", "superseded")]
 
 
 def test_what_was_there_before_a_start_with_new_files_stays(rig: IntakeRig, touch: Callable[[Path], None]) -> None:

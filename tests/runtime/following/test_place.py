@@ -20,6 +20,7 @@ import safetensors.torch
 from tests.runtime.sources.killed import killed
 from tests.support import warm
 from tests.support.forks import in_a_child
+from tests.support.refusals import because
 from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from tests.support.watched import environment
@@ -128,11 +129,11 @@ def test_a_rollback_withdraws_what_came_later_and_holds(service: Service) -> Non
     assert [each.weights_id for each in rolled.withdrawn] == ids[2:]
     assert rolled.hold is not None
     assert (rolled.hold.by, rolled.hold.why) == ("ana", "slow")
-    with pytest.raises(NotPromoted, match="on hold by ana: slow"):
+    with pytest.raises(NotPromoted, check=because("held"), match="on hold by ana: slow"):
         service.promote(6)
     service.place.release(revision=6)
     for seed in (3, 5):
-        with pytest.raises(NotPromoted, match="then withdrawn"):
+        with pytest.raises(NotPromoted, check=because("superseded"), match="then withdrawn"):
             service.promote(seed)
     assert service.promote(6) == service.desired
     again = service.place.rollback(revision=8, hold=False)
@@ -148,7 +149,7 @@ def test_a_rollback_withdraws_what_came_later_and_holds(service: Service) -> Non
 def test_a_hold_binds_promotions_alone(service: Service) -> None:
     first = service.set(1)
     service.place.hold(revision=1, by="ana", why="friday")
-    with pytest.raises(NotPromoted, match="on hold by ana: friday"):
+    with pytest.raises(NotPromoted, check=because("held"), match="on hold by ana: friday"):
         service.promote(2)
     assert service.desired == first
     assert service.promote(1) == first  # changes nothing
@@ -161,7 +162,7 @@ def test_a_training_that_is_repeated_is_promoted_again_but_what_was_withdrawn_is
     ids = [service.promote(seed) for seed in (1, 2, 3)]
     service.place.rollback(revision=3, by="ana", hold=False)
     assert [service.promote(seed) for seed in (1, 2)] == ids[:2]
-    with pytest.raises(NotPromoted, match="then withdrawn"):
+    with pytest.raises(NotPromoted, check=because("superseded"), match="then withdrawn"):
         service.promote(3)
     state = service.place.read()
     assert state.revision == 6

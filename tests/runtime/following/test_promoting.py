@@ -11,7 +11,8 @@ import pytest
 from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact, plain, serves
 from tests.support.watched import SOON, Directory, eventually
-from weightswap_runtime import Event, Model, NotPromoted, Unsupported, load
+from weightswap_runtime import Event, Model, Unsupported, load
+from weightswap_runtime.errors import reason_of
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_an_operators_rollback_is_served_and_binds(model: Model, directory: Dire
         service.place.rollback(revision=2, by="ana", why="slow")
         assert eventually(lambda: serves(model, 1))
         directory.write(3)
-        assert eventually(lambda: isinstance(watcher.last_error, NotPromoted))
+        assert eventually(lambda: reason_of(watcher.last_error) == "held")
         time.sleep(10 * SOON)
         assert serves(model, 1)
         service.place.release(revision=3)
@@ -94,7 +95,7 @@ def test_weights_that_were_withdrawn_stay_away_under_another_name(
         service.place.rollback(revision=2, hold=False, by="ana")
         assert eventually(lambda: serves(model, 1))
         tiny.write(directory.path / "v3.safetensors", tiny.values(2))
-        assert eventually(lambda: isinstance(watcher.skipped.get("v3.safetensors"), NotPromoted))
+        assert eventually(lambda: reason_of(watcher.skipped.get("v3.safetensors")) == "superseded")
         assert serves(model, 1)
         assert "withdrawn" in str(watcher.skipped["v3.safetensors"])
 
@@ -108,7 +109,7 @@ def test_a_file_that_is_found_brings_back_nothing_that_was_replaced(
     model = load(tiny.path)
     with model.watch(directory.path, SOON, promote=service.folder) as watcher:
         directory.write(1)
-        assert eventually(lambda: isinstance(watcher.skipped.get("v1.safetensors"), NotPromoted))
+        assert eventually(lambda: reason_of(watcher.skipped.get("v1.safetensors")) == "superseded")
         assert "desired before, and later replaced" in str(watcher.skipped["v1.safetensors"])
         assert eventually(lambda: model.generation is not None and serves(model, 2))
     assert service.revision == 2
@@ -137,7 +138,7 @@ def test_a_watcher_that_was_slower_does_not_go_back(tiny: TinyArtifact, director
     directory.write(1)
     with model.watch(directory.path, SOON, promote=service.folder, callback=hurry) as watcher:
         assert eventually(lambda: model.generation is not None and serves(model, 2))
-        assert isinstance(watcher.skipped["v1.safetensors"], NotPromoted)
+        assert reason_of(watcher.skipped["v1.safetensors"]) == "superseded"
     assert (model.generation, service.revision) == (0, 1)
 
 
@@ -155,7 +156,7 @@ def test_what_nothing_has_proven_is_not_promoted(tiny: TinyArtifact, directory: 
     model = load(tiny.path)
     with model.watch(directory.path, SOON, promote=service.folder, policy="proven") as watcher:
         directory.write(1)
-        assert eventually(lambda: isinstance(watcher.skipped.get("v1.safetensors"), NotPromoted))
+        assert eventually(lambda: reason_of(watcher.skipped.get("v1.safetensors")) == "unproven")
     assert (model.generation, service.revision) == (None, 0)
 
 
@@ -190,7 +191,7 @@ def test_a_delta_is_promoted_with_what_leads_to_its_base(
         service.place.rollback(revision=3)
         assert eventually(lambda: serves(model, 2))
         delta(2, 4).rename(directory.path / "v4.safetensors")
-        assert eventually(lambda: isinstance(watcher.last_error, NotPromoted))
+        assert eventually(lambda: reason_of(watcher.last_error) == "held")
         assert serves(model, 2)
         service.place.release(revision=4)
         assert eventually(lambda: serves(model, 4))
@@ -238,7 +239,7 @@ def test_deltas_with_weights_that_were_withdrawn_are_not_promoted_together(
         delta(seed, seed + 1).rename(directory.path / f"v{seed + 1}.safetensors")
     model = load(tiny.path)
     with model.watch(directory.path, SOON, promote=service.folder) as watcher:
-        assert eventually(lambda: isinstance(watcher.skipped.get("v2.safetensors"), NotPromoted))
+        assert eventually(lambda: reason_of(watcher.skipped.get("v2.safetensors")) == "superseded")
         assert eventually(lambda: "v3.safetensors" in watcher.waiting)
     assert (serves(model, 1), service.revision) == (True, 3)
 

@@ -12,7 +12,8 @@ import safetensors.torch
 
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, Directory, eventually, mark
-from weightswap_runtime import Event, Model, NotPromoted, Watcher, load
+from weightswap_runtime import Event, Model, Watcher, load
+from weightswap_runtime.errors import reason_of
 from weightswap_runtime.sources.byte_source import CLOCK_TICK_NS
 
 
@@ -62,7 +63,7 @@ def test_weights_that_were_rolled_back_stay_away_until_others_come(
             os.utime(second, ns=(time_ns, time_ns))
             assert eventually(lambda: [event.kind for event in events].count("skipped") == time_ns)  # noqa: B023
         assert "rolled back by operator (generation 2)" in str(watcher.skipped["v2.safetensors"])
-        assert isinstance(events[-1].error, NotPromoted)
+        assert reason_of(events[-1].error) == "superseded"
         assert (model.generation, serves(model, 1)) == (2, True)
         directory.write(3)
         assert eventually(lambda: model.generation == 3)

@@ -14,6 +14,7 @@ import torch
 
 from tests.support.forks import in_a_child
 from tests.support.graph_calls import hold_calls
+from tests.support.refusals import because
 from tests.support.remembering import ENGINES, POLICIES, Files, Served, X
 from weightswap_runtime import (
     Context,
@@ -224,7 +225,7 @@ def test_a_forked_child_keeps_to_its_parents_pins(files: Files) -> None:
             assert refused
             with torch.no_grad():
                 assert torch.equal(model(X, context=own), files.eager(0)(X))
-            with pytest.raises(ContextError, match="was lost in a fork"):
+            with pytest.raises(ContextError, check=because("closed"), match="was lost in a fork"):
                 model(X, context=contexts[0])
 
         in_a_child(child)
@@ -243,7 +244,7 @@ def test_two_calls_at_once_with_one_context_are_refused(model: Model, monkeypatc
         lambda: context.save("nowhere.safetensors"),
     ]
     for use in uses:
-        with pytest.raises(ContextError):
+        with pytest.raises(ContextError, check=because("busy")):
             use()
     held.go_on.set()
     thread.join(30)
@@ -269,7 +270,7 @@ def test_a_call_that_broke_off_leaves_no_half_state_behind(
         with pytest.raises(interrupt):
             model(X, context=context)
     for use in (lambda: model(X, context=context), lambda: context.save("nowhere.safetensors")):
-        with pytest.raises(ContextError, match=r"reset\(\) it"):
+        with pytest.raises(ContextError, check=because("interrupted"), match=r"reset\(\) it"):
             use()
     context.reset()
     assert torch.equal(model(X, context=context), model(X))
@@ -286,7 +287,7 @@ def test_a_reset_that_breaks_off_leaves_no_half_state(model: Model, monkeypatch:
         patch.setattr(state, "_put", broken)
         with pytest.raises(KeyboardInterrupt):
             context.reset()
-    with pytest.raises(ContextError):
+    with pytest.raises(ContextError, check=because("interrupted")):
         model(X, context=context)
     context.reset()
     assert torch.equal(model(X, context=context), model(X))
@@ -295,14 +296,14 @@ def test_a_reset_that_breaks_off_leaves_no_half_state(model: Model, monkeypatch:
 def test_a_context_is_of_one_model_and_can_be_closed(model: Model, files: Files) -> None:
     with load(files.artifact, files.weights[0]) as other:
         context = other.new_context()
-        with pytest.raises(ContextError, match="belongs to another model"):
+        with pytest.raises(ContextError, check=because("mismatch"), match="belongs to another model"):
             model(X, context=context)
         with context:
             other(X, context=context)
         context.close()
         assert context.closed
         for use in (lambda: other(X, context=context), context.reset, lambda: context.save("nowhere.safetensors")):
-            with pytest.raises(ContextError):
+            with pytest.raises(ContextError, check=because("closed")):
                 use()
         left = other.new_context()
     with pytest.raises(ModelClosed):

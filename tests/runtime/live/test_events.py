@@ -85,8 +85,9 @@ def test_events_and_receipts_become_plain_values(tiny: TinyArtifact, weight_file
     committed, refused = told.events[2].as_dict(), told.events[-1].as_dict()
     assert committed["receipt"] == receipt
     assert (committed["kind"], committed["error"]) == ("committed", None)
-    said = {"error": "WeightFileError", "message": str(told.events[-1].error), "problems": []}
-    assert json.loads(json.dumps(refused))["error"] == said
+    said = json.loads(json.dumps(refused))["error"]
+    assert (said["error"], said["reason"], said["problems"]) == ("WeightFileError", "unreadable", [])
+    assert said["message"] == str(told.events[-1].error)
 
 
 def test_a_refused_file_is_told_with_its_reason_and_its_phase(tiny: TinyArtifact, weight_file: WriteWeights) -> None:

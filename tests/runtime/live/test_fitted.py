@@ -12,6 +12,7 @@ import torch
 
 from tests.support.in_context import CAPACITY, FEATURES, InContext, methods, task
 from tests.support.pages import python
+from tests.support.refusals import because
 from weightswap_exporter import export, pack
 from weightswap_runtime import Context, ContextError, InputMismatch, Model, load
 
@@ -134,13 +135,15 @@ def test_a_fit_over_another_base_or_with_a_part_gone_is_refused(files: Files, tm
         call(model, "fit", x, y, context=context)
         context.save(path)
     other = files.served(seed=1)
-    with pytest.raises(ContextError, match=f"{str(model.weights_id)[:12]}, but {str(other.weights_id)[:12]}"):
+    with pytest.raises(
+        ContextError, check=because("mismatch"), match=f"{str(model.weights_id)[:12]}, but {str(other.weights_id)[:12]}"
+    ):
         other.load_context(path)
     with safetensors.safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     tensors["layers.1.held"] = tensors.pop("layers.1.keys")
     safetensors.torch.save_file(tensors, path, metadata)
-    with pytest.raises(ContextError, match=r"lacks 'layers\.1\.keys'; it has 'layers\.1\.held'"):
+    with pytest.raises(ContextError, check=because("file"), match=r"lacks 'layers\.1\.keys'; it has 'layers\.1\.held'"):
         model.load_context(path)
 
 

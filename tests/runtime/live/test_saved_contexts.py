@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from tests.support.refusals import because
 from tests.support.remembering import ENGINES, Files, Served, X
 from weightswap_exporter import export, pack
 from weightswap_runtime import ContextError, Model, StaleState, Unsupported, load
@@ -68,7 +69,9 @@ def test_a_context_of_other_weights_or_of_another_graph_is_refused_by_name(
     context.save(path := tmp_path / "c.safetensors")
     old = str(model.weights_id)
     model.swap(files.weights[1])
-    with pytest.raises(ContextError, match=f"{old[:12]}.*{str(model.weights_id)[:12]}.*allow_other_weights"):
+    with pytest.raises(
+        ContextError, check=because("mismatch"), match=f"{old[:12]}.*{str(model.weights_id)[:12]}.*allow_other_weights"
+    ):
         model.load_context(path)
     taken = model.load_context(path, allow_other_weights=True)
     assert int(model.peek(context=taken)[1]) == 2
@@ -79,7 +82,7 @@ def test_a_context_of_other_weights_or_of_another_graph_is_refused_by_name(
         late(X, context=waiting)
     other = export(files.models[0], (X[:1],), out=tmp_path / "other.artifact")
     foreign = load(other, pack(files.models[0], other, out=tmp_path / "o.safetensors").path)
-    with pytest.raises(ContextError, match=r"graph .*allow_other_graph"):
+    with pytest.raises(ContextError, check=because("mismatch"), match=r"graph .*allow_other_graph"):
         foreign.load_context(path)
     found = foreign.load_context(path, allow_other_graph=True)
     with torch.no_grad():
@@ -111,9 +114,9 @@ def test_a_context_of_another_graph_says_so_whatever_its_state(which: tuple[str,
         models.append(load(artifact, pack(eager, artifact, out=tmp_path / f"{number}.safetensors").path))
     models[1].new_context().save(path := tmp_path / "c.safetensors")
     ids = f"{models[1].graph_id[:12]}.*{models[0].graph_id[:12]}"
-    with pytest.raises(ContextError, match=f"{ids}.*allow_other_graph"):
+    with pytest.raises(ContextError, check=because("mismatch"), match=f"{ids}.*allow_other_graph"):
         models[0].load_context(path)
-    with pytest.raises(ContextError, match=r"lacks 'mem'|'mem': expected"):
+    with pytest.raises(ContextError, check=because("file"), match=r"lacks 'mem'|'mem': expected"):
         models[0].load_context(path, allow_other_graph=True)
 
 
@@ -136,14 +139,14 @@ def test_a_damaged_file_is_refused_and_nothing_changes(model: Model, files: File
     }
     for text, damage in damages.items():
         damage()
-        with pytest.raises(ContextError, match=text):
+        with pytest.raises(ContextError, check=because("file"), match=text):
             model.load_context(path)
     with path.open("wb") as sparse:
         sparse.truncate(1 << 42)
-    with pytest.raises(ContextError, match="not a safetensors header"):
+    with pytest.raises(ContextError, check=because("file"), match="not a safetensors header"):
         model.load_context(path)
     path.unlink()
-    with pytest.raises(ContextError, match=": no such file"):
+    with pytest.raises(ContextError, check=because("file"), match=": no such file"):
         model.load_context(path)
     model(X, context=context)
 

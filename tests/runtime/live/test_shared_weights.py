@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.support.models import Counter
+from tests.support.refusals import because
 from tests.support.setups import different
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
@@ -224,7 +225,7 @@ def test_each_keeps_its_own_state(tmp_path: Path, residency: str) -> None:
     fresh = one(x, context=contexts[0])
     assert not torch.equal(one(x, context=contexts[0]), fresh)
     assert torch.equal(other(x, context=contexts[1]), fresh)
-    with pytest.raises(ContextError):
+    with pytest.raises(ContextError, check=because("mismatch")):
         other(x, context=contexts[0])
     receipt = other.swap(pack(different(Counter, 2), artifacts[0], out=tmp_path / "w.safetensors").path)
     assert receipt.contexts == {"reset": 2}

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.blocks import make_blocks_small, save
+from tests.support.refusals import because
 from tests.support.rows import prefer_rows
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, X, serves
 from weightswap_runtime import (
@@ -307,7 +308,7 @@ def test_labels_and_progress(
     with monkeypatch.context() as patch:
         patch.setattr(weight_file_format, "MOST_LABEL_BYTES", 1 << 30)
         write_delta(weight_file(0), weight_file(1), out, labels={"config": "x" * 65536})
-    with pytest.raises(WeightFileError, match="its labels have"):
+    with pytest.raises(WeightFileError, check=because("damaged"), match="its labels have"):
         model.swap(out)
 
 

@@ -20,6 +20,7 @@ import torch
 
 from tests import ROOT
 from tests.support import warm
+from tests.support.refusals import because
 from tests.support.tiny import TinyArtifact, Values, WriteWeights, serves
 from weightswap_exporter import export
 from weightswap_runtime import (
@@ -129,7 +130,7 @@ def test_of_several_that_wait_the_latest_is_sent(served: Model, sender: Sender, 
         assert not first.done  # type: ignore[union-attr]
     assert first.wait(20)  # type: ignore[union-attr, call-arg]
     for other in others[:2]:
-        with pytest.raises(NotPromoted, match="later weights were sent before"):
+        with pytest.raises(NotPromoted, check=because("superseded"), match="later weights were sent before"):
             other.wait(20)  # type: ignore[union-attr, call-arg]
     others[2].wait(20)  # type: ignore[union-attr, call-arg]
     assert serves(served, 4)
@@ -207,7 +208,7 @@ def test_weights_that_were_rolled_back_are_refused(tiny: TinyArtifact, weight_fi
     with model.receive(at), Sender(at, tiny.path) as sender:
         sender.send(tiny.values(1))
         model.rollback(by="operator")
-        with pytest.raises(NotPromoted, match="were served, then rolled back by operator"):
+        with pytest.raises(NotPromoted, check=because("superseded"), match="were served, then rolled back by operator"):
             sender.send(tiny.values(1))
         assert serves(model, 0)
         sender.send(tiny.values(2))

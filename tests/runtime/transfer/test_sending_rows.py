@@ -21,6 +21,7 @@ from tests.runtime.transfer.test_groups import group_of
 from tests.support import warm
 from tests.support.administered import TOKEN, administered
 from tests.support.recommender import ITEMS, USERS, Recommender, sparse_optimizers, train
+from tests.support.refusals import because
 from weightswap_exporter import RowTracker, export, pack
 from weightswap_runtime import (
     Artifact,
@@ -200,7 +201,7 @@ def test_rows_that_were_rolled_back_are_refused(trainer: Trainer, served: Model)
     trainer.send(served)
     trainer.send(served)
     served.rollback(by="operator")
-    with pytest.raises(NotPromoted, match="were served, then rolled back by operator"):
+    with pytest.raises(NotPromoted, check=because("superseded"), match="were served, then rolled back by operator"):
         trainer.sender.send(trainer.model, rows=trainer.rows)
     assert trainer.send(served) == "full"
 

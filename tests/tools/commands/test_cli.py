@@ -272,7 +272,7 @@ def test_errors_are_documents_with_json(shell: Shell) -> None:
 def test_a_refused_file_does_not_hide_those_before_it(shell: Shell) -> None:
     output = shell("swap", "net.artifact", "v1.safetensors", "nowhere.safetensors", "--json", status=1)
     document = json.loads(output[: output.rindex("}") + 1])
-    assert document["error"] == "WeightFileError"
+    assert (document["error"], document["reason"]) == ("WeightFileError", "unreadable")
     assert [receipt["source"] for receipt in document["receipts"]] == ["v1.safetensors"]
 
 
