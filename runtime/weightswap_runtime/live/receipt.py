@@ -123,7 +123,7 @@ class Event(Struct, frozen=True):
     variant: str = ""  # GROUP/NAME
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as dicts, tuples, texts and numbers; an error as its class, its text and its problems."""
+        """Return the fields as dicts, tuples, texts and numbers; an error as its class, reason, text and problems."""
         fields: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_error_fields)
         return fields
 
