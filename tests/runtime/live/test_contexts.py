@@ -17,6 +17,7 @@ from tests.support.graph_calls import hold_calls
 from tests.support.refusals import because
 from tests.support.remembering import ENGINES, POLICIES, Files, Served, X
 from weightswap_runtime import (
+    CallError,
     Context,
     ContextError,
     InputMismatch,
@@ -252,7 +253,7 @@ def test_two_calls_at_once_with_one_context_are_refused(model: Model, monkeypatc
     model(X, context=context)
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, ContextError])  # of a handler that calls with the context
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, CallError])  # of a handler that calls with the context
 def test_a_call_that_broke_off_leaves_no_half_state_behind(
     interrupt: type[BaseException], model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
