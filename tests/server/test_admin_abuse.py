@@ -93,7 +93,7 @@ def test_nothing_is_told_without_the_token(server: Server, path: str, headers: A
         refused = call(server, path, headers=headers, method=method)
         assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="weightswap"')
         assert ("is not valid" if "Authorization" in headers else "is required") in refused.json["error"]
-        assert sorted(refused.json) == ["error", "kind"]
+        assert sorted(refused.json) == ["error", "kind", "reason"]
         assert TOKEN not in refused.body.decode()
 
 
