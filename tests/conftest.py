@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import warm
 from tests.support.blocks import make_blocks_small
+from tests.support.file_queue_rig import FileQueueRig
 from tests.support.handmade import Stage
-from tests.support.intake_rig import IntakeRig
 from tests.support.quick import quick_exports
 from tests.support.rows import prefer_rows
 from tests.support.shares import left_for_other_days
@@ -185,5 +185,5 @@ def directory(tiny: TinyArtifact, tmp_path: Path) -> Directory:
 
 
 @pytest.fixture
-def rig(tiny: TinyArtifact, tmp_path: Path) -> IntakeRig:
-    return IntakeRig(tiny, tmp_path / "run")
+def rig(tiny: TinyArtifact, tmp_path: Path) -> FileQueueRig:
+    return FileQueueRig(tiny, tmp_path / "run")

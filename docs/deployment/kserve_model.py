@@ -1,4 +1,4 @@
-"""A model behind KServe's own Python server, that serves what a place desires.
+"""A model behind KServe's own Python server, that serves what a desired store wants.
 
 python kserve_model.py --model_name tagger --artifact tagger.artifact --follow service
 """
@@ -20,11 +20,11 @@ from weightswap_server.errors import BadRequest
 
 
 class Tagger(kserve.Model):
-    def __init__(self, name: str, artifact: str, place: str) -> None:
+    def __init__(self, name: str, artifact: str, desired_store: str) -> None:
         super().__init__(name)
         self.model = load(artifact)
         self.method = ServedMethod(self.model, self.model.default_method)
-        self.follower = self.model.follow(place, interval=1)
+        self.follower = self.model.follow(desired_store, interval=1)
         self.ready = True  # asked by KServe at its start alone; from then on `healthy` tells
 
     async def healthy(self) -> bool:
@@ -56,6 +56,6 @@ class Tagger(kserve.Model):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(parents=[kserve.model_server.parser])
     parser.add_argument("--artifact", required=True)
-    parser.add_argument("--follow", required=True, metavar="PLACE")
+    parser.add_argument("--follow", required=True, metavar="STORE")
     options = parser.parse_args()
     kserve.ModelServer().start([Tagger(options.model_name, options.artifact, options.follow)])

@@ -1,4 +1,4 @@
-"""A model behind LitServe, each of whose workers serves what a place desires.
+"""A model behind LitServe, each of whose workers serves what a desired store wants.
 
 python litserve_model.py tagger.artifact service --port 8000 --workers 2
 """
@@ -16,14 +16,14 @@ from weightswap_server.errors import BadRequest
 
 
 class Tagger(LitAPI):
-    def __init__(self, artifact: str, place: str) -> None:
+    def __init__(self, artifact: str, desired_store: str) -> None:
         super().__init__()
-        self.artifact, self.place = artifact, place
+        self.artifact, self.desired_store = artifact, desired_store
 
     def setup(self, device: str) -> None:
         self.model = load(self.artifact)
         self.method = ServedMethod(self.model, self.model.default_method)
-        self.follower = self.model.follow(self.place, interval=1)
+        self.follower = self.model.follow(self.desired_store, interval=1)
         self.follower.wait(timeout=300)  # a worker is ready once it serves what is desired
 
     def decode_request(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -50,9 +50,11 @@ class Tagger(LitAPI):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("artifact")
-    parser.add_argument("place")
+    parser.add_argument("desired_store")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
-    server = LitServer(Tagger(options.artifact, options.place), accelerator="cpu", workers_per_device=options.workers)
+    server = LitServer(
+        Tagger(options.artifact, options.desired_store), accelerator="cpu", workers_per_device=options.workers
+    )
     server.run(port=options.port, generate_client_file=False)

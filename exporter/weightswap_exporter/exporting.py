@@ -15,19 +15,19 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from weightswap_exporter.capture.adapter import record_adapter
 from weightswap_exporter.capture.archive import graph_archive
 from weightswap_exporter.capture.capture import Captured, MethodSpec, capture, training_operators
 from weightswap_exporter.capture.classify import Tables, classify, overlapping
+from weightswap_exporter.capture.conversion import record_conversion
 from weightswap_exporter.capture.decoders import decoder
 from weightswap_exporter.capture.describe import describe_method
 from weightswap_exporter.capture.tracing import CheckpointTensors, Load
 from weightswap_exporter.checkpoints.loading import example_checkpoint, kinds_file
 from weightswap_exporter.engines.compiling import (
-    Tell,
+    OnStep,
     check_engines,
     engine_files,
-    tell_nobody,
+    ignore_step,
     try_engines,
     with_files,
     write_files,
@@ -85,7 +85,7 @@ def export(
     tolerance: Tolerance | None = None,
     variants: Declared | None = None,
     parallel: Parallel | None = None,
-    tell: Tell = tell_nobody,
+    on_step: OnStep = ignore_step,
 ) -> Artifact:
     """Capture a model's graphs, without its weights, into the folder `out`.
 
@@ -112,7 +112,7 @@ def export(
     process, whatever the number of ranks. Goldens are recorded with the whole model. Tensors that calls change,
     variants and other engines than `torch` are refused.
     engines: engines that the graphs are also compiled for, as `compile_engines` can do later; a MethodSpec may name its
-    own instead. A method that an engine has no file for runs on `torch`. tell: callback for progress messages.
+    own instead. A method that an engine has no file for runs on `torch`. on_step: callback for progress messages.
 
     Wrappers by torch.compile, DataParallel and DistributedDataParallel are removed. A model of the library transformers
     is captured without its key-value cache, and has its own defaults for `load` and `checkpoint`. A module around such
@@ -140,7 +140,7 @@ def export(
         goldens=wanted_goldens(goldens, tolerance, list(specs)),
         variants=variants,
         parallel=parallel,
-        tell=tell,
+        on_step=on_step,
     )
 
 
@@ -153,14 +153,14 @@ def export_decoder(
     checkpoint: CheckpointTensors | str | os.PathLike[str] | None = None,
     engines: Sequence[str] = ("torch",),
     variants: Declared | None = None,
-    tell: Tell = tell_nobody,
+    on_step: OnStep = ignore_step,
 ) -> Artifact:
     """Capture a language model of transformers so that a server generates with it: `model.generate(...)`.
 
     model: one with key-value caches, real or built under `skeleton()`. length: capacity of a context in tokens, prompt
     and answer together. batch: number of sequences that are generated side by side. Both are fixed. out, checkpoint,
-    engines, variants, tell: as in `export`. What generates is not split over ranks. Raises the errors of `export`, and
-    Unsupported for a model whose memory is not a key-value cache.
+    engines, variants, on_step: as in `export`. What generates is not split over ranks. Raises the errors of `export`,
+    and Unsupported for a model whose memory is not a key-value cache.
     """
     prepared = decoder(peft_base(model) if variants else model, length, batch)
     return _export(
@@ -171,7 +171,7 @@ def export_decoder(
         checkpoint=checkpoint,
         generation=prepared.generation,
         variants=variants,
-        tell=tell,
+        on_step=on_step,
     )
 
 
@@ -187,7 +187,7 @@ def _export(
     generation: TextGeneration | None = None,
     variants: Declared | None = None,
     parallel: Parallel | None = None,
-    tell: Tell,
+    on_step: OnStep,
 ) -> Artifact:
     method_engines = _engines_of(specs, engines)
     if parallel is not None:
@@ -199,11 +199,11 @@ def _export(
     example = None if checkpoint is None else example_checkpoint(checkpoint)
     groups = find_groups(view, variants)
     with without_garbage_collection(), plain_buffers(model), base_alone(view, groups):
-        tell(f"capturing {', '.join(specs)}")
+        on_step(f"capturing {', '.join(specs)}")
         manifest, files, texts = _artifact(view, specs, load, example, groups)
         whole = manifest, files
         if parallel is not None:
-            tell(f"capturing {', '.join(specs)} as one of {parallel.size} ranks")
+            on_step(f"capturing {', '.join(specs)} as one of {parallel.size} ranks")
             manifest, files = _for_ranks(view, specs, parallel, *whole)
         for text in texts:  # before anything is written: a warning may be an error
             warnings.warn(text, stacklevel=3)
@@ -217,10 +217,10 @@ def _export(
         except ArtifactError as error:
             raise CaptureError(f"the model cannot be described: {error}") from error
         if parallel is not None:
-            tell("trying the ranks")
+            on_step("trying the ranks")
             _try_ranks(whole, (manifest, files))
         previous = _compiled_for(path)
-        _write(path, manifest, files, method_engines, tell)
+        _write(path, manifest, files, method_engines, on_step)
     if lost := sorted(previous - _compiled_for(path)):
         text = f"{path}: the replaced artifact was compiled for {', '.join(lost)}, and the new one is not"
         warnings.warn(f"{text}; run weightswap compile", stacklevel=3)
@@ -278,7 +278,7 @@ def _artifact(
         texts.append(
             "these weights share memory but are not one tensor; after a swap they do not share it: " + "; ".join(pairs)
         )
-    recorded = record_adapter(view, tables, load=load, checkpoint=checkpoint)
+    recorded = record_conversion(view, tables, load=load, checkpoint=checkpoint)
     described, files = _graphs(captured, tables)
     files[CONSTANTS_NAME] = _constants(tables)
     files |= recorded.files | kinds_file(view)
@@ -291,7 +291,7 @@ def _artifact(
         weights=tables.weights,
         state=tables.state,
         constants=tables.constants,
-        adapter=recorded.adapter,
+        conversion=recorded.conversion,
         files={name: blake3(content).hexdigest() for name, content in sorted(files.items())},
         variants=tables.variants,
     )
@@ -417,10 +417,10 @@ def _doubts(captured: Mapping[str, Captured]) -> Iterator[str]:
             f"the exported graph behaves as in training ({', '.join(training)}): call model.eval() before the export "
             "if it is to serve"
         )
-    if tensors := dict.fromkeys(path for method in methods for path in method.leftovers.tensors):
+    if tensors := dict.fromkeys(path for method in methods for path in method.side_effects.tensors):
         names = listed(list(tensors))
         yield f"a call leaves tensors in {names}. No later call reads them, and a server does not keep them"
-    if numbers := dict.fromkeys(path for method in methods for path in method.leftovers.numbers):
+    if numbers := dict.fromkeys(path for method in methods for path in method.side_effects.numbers):
         yield (
             f"a call changes {listed(list(numbers))}. The next call computes the same, and a server does not change "
             "them: make sure that no later call reads them"
@@ -447,15 +447,15 @@ def _recorded_calls(
 
 
 def _write(
-    path: Path, manifest: Manifest, files: dict[str, bytes], engines: Mapping[str, Sequence[str]], tell: Tell
+    path: Path, manifest: Manifest, files: dict[str, bytes], engines: Mapping[str, Sequence[str]], on_step: OnStep
 ) -> None:
     try:
         with new_folder(path) as folder:
             write_files(folder, manifest, files)
             artifact = Artifact.open(folder)
-            if more := engine_files(artifact, engines, tell=tell):
+            if more := engine_files(artifact, engines, on_step=on_step):
                 write_files(folder, manifest, more)
-                tell("trying what was compiled")
+                on_step("trying what was compiled")
                 try_engines(Artifact.open(folder), [engine for names in engines.values() for engine in names])
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error})") from error

@@ -1,7 +1,7 @@
 """`pack()`: from a checkpoint to a weight file.
 
 All that can be checked without values is checked before anything is written; then one weight at a time is read, or
-computed by the adapter's graph, and written.
+computed by the conversion's graph, and written.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def pack(
     dtype: a floating dtype, such as `torch.bfloat16` or "bfloat16". Floating tensors of the checkpoint are cast to it
       where the graph has exactly this dtype, and the file records which. Every other mismatch stays an error, and so
       does a dtype that no weight of the graph has.
-    model: for checkpoints whose loading computes something that the adapter has not recorded: the checkpoint is loaded
-      into this module by `load(model, checkpoint)`, by default `model.load_state_dict(checkpoint)`, and the module's
-      parameters and buffers are packed. The module keeps these values. Build it outside skeleton().
+    model: for checkpoints whose loading computes something that the conversion has not recorded: the checkpoint is
+      loaded into this module by `load(model, checkpoint)`, by default `model.load_state_dict(checkpoint)`, and the
+      module's parameters and buffers are packed. The module keeps these values. Build it outside skeleton().
     load: gets the whole checkpoint as it was saved; then, if it raises or leaves the module as it was, the state dicts
       in it, until it has loaded one.
     level: place of the weights in the checkpoint, as keys joined with dots, such as "state_dict_ema" or "app.model";
@@ -379,7 +379,7 @@ class MatchedWeights(NamedTuple):
 
     def _compute(self, weight: str, transforms: Transforms) -> torch.Tensor:
         names = self.match.computed[weight]
-        inputs = {item.name: item.dtype for item in self.artifact.manifest.adapter.inputs}
+        inputs = {item.name: item.dtype for item in self.artifact.manifest.conversion.inputs}
 
         def read(key: str) -> torch.Tensor:
             return cast(self.level.tensors[names[key]].load(), inputs[key], f"{self.checkpoint.where}: {names[key]}")
@@ -391,7 +391,7 @@ class MatchedWeights(NamedTuple):
         except Exception as error:
             raise WeightsMismatch(
                 self.checkpoint.where,
-                [f"the adapter cannot compute {weight}: {type(error).__name__}: {error}"],
+                [f"the conversion cannot compute {weight}: {type(error).__name__}: {error}"],
                 "Load the checkpoint into the model and pack the model: pack(checkpoint, artifact, model=...).",
             ) from error
 

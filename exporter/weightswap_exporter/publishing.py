@@ -26,10 +26,10 @@ from weightswap_exporter.checkpoints.reading import Checkpoint, from_module
 from weightswap_exporter.checkpoints.tensor import requested, values_of
 from weightswap_exporter.modules.libraries import peft_base
 from weightswap_exporter.modules.tensors import TieKey, tie_key
-from weightswap_runtime import Artifact, DesiredPlace, load
+from weightswap_runtime import Artifact, DesiredStore, load
 from weightswap_runtime.errors import CheckpointError, WaitTimeout, WeightswapError, join_seconds, text_of
 from weightswap_runtime.following.desired_state import DesiredState
-from weightswap_runtime.following.place import Known, stamp_of
+from weightswap_runtime.following.desired_store import Known, stamp_of
 from weightswap_runtime.following.watching import Policy, check_promotion_policy, check_proven
 from weightswap_runtime.format.delta import DeltaStamp
 from weightswap_runtime.format.safetensors import Stamp
@@ -134,19 +134,20 @@ def publish(
     in `pack()`, recorded with this model, in its present mode, before this returns: it must be on the CPU, and as it
     was exported (`model.eval()`). Their file is in place before the weight file is.
 
-    promote: a place (`DesiredPlace`) that shall then name the file as what a service should serve; or a fleet
+    promote: a desired store (`DesiredStore`) that shall then name the file as what a service should serve; or a fleet
     (`weightswap_fleet.connect`), of which all nodes then serve it or none does (`Packed.receipt`). policy: "newest"
     promotes the file as soon as it is there, as servers verify weights before they take them; "proven" first loads it
     as a server would, and requires that recorded outputs are reproduced and that all values are finite. by: author of
     the change, for the document. Weights that are served already, or were before, as when a training is repeated from
     one seed, are promoted like others; only those that an operator has withdrawn are not. A refusal (a hold, withdrawn
-    weights, unproven ones, a place that cannot be reached) is logged and stored in `Packed.refusal`; the file stays.
+    weights, unproven ones, a desired store that cannot be reached) is logged and stored in `Packed.refusal`; the file
+    stays.
 
-    keep: once the file is promoted to a place, remove older files that publish() has written into the directory. Those
-    that the place desires stay, the last `keep` of its history and of those it has withdrawn, the bases of every delta
-    that stays, and the newest `keep` beside this one, by step and by time, which another trainer may be about to
-    promote; so no other place may name files of this directory. If the place or a weight file there cannot be read,
-    nothing is removed, and the reason is logged. By default nothing ever is.
+    keep: once the file is promoted to a desired store, remove older files that publish() has written into the
+    directory. Those that the desired store wants stay, the last `keep` of its history and of those it has withdrawn,
+    the bases of every delta that stays, and the newest `keep` beside this one, by step and by time, which another
+    trainer may be about to promote; so no other desired store may name files of this directory. If the desired store or
+    a weight file there cannot be read, nothing is removed, and the reason is logged. By default nothing ever is.
 
     rows: a tracker of the model's tables: the file is a delta from the one that was published with it before, of the
     changed rows and of what else has changed, as `step-000001000-0123456789ab.delta.safetensors`. Only these are copied
@@ -178,9 +179,9 @@ def publish(
     labels = checked_labels({**labels, "step": step})
     check_writable(directory)
     check_promotion_policy(policy)
-    place = DesiredPlace(promote) if isinstance(promote, (str, os.PathLike)) else promote
-    _check_keep(keep, place)
-    promotion = None if place is None else _Promotion(place, policy, by, keep)
+    desired_store = DesiredStore(promote) if isinstance(promote, (str, os.PathLike)) else promote
+    _check_keep(keep, desired_store)
+    promotion = None if desired_store is None else _Promotion(desired_store, policy, by, keep)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     requested(dtype, opened.manifest)
     if opened.manifest.variants:
@@ -209,26 +210,28 @@ def publish(
     return publication
 
 
-def _check_keep(keep: int | None, place: DesiredPlace | Publishing | None) -> None:
-    """Raise CheckpointError for a number of files to keep that is none, or without a place that says which."""
+def _check_keep(keep: int | None, desired_store: DesiredStore | Publishing | None) -> None:
+    """Raise CheckpointError for a number of files to keep that is none, or without a desired store that says which."""
     if keep is None:
         return
     if type(keep) is not int or keep < 1:
-        raise CheckpointError(f"keep: expected None, or 1 or more weights to which the place can go back, got {keep!r}")
-    if not isinstance(place, DesiredPlace):
         raise CheckpointError(
-            f"keep={keep}: only a place says which files are still needed; pass its path or URL as promote=, or leave "
-            "keep out and remove files yourself"
+            f"keep: expected None, or 1 or more weights to which the desired store can go back, got {keep!r}"
+        )
+    if not isinstance(desired_store, DesiredStore):
+        raise CheckpointError(
+            f"keep={keep}: only a desired store says which files are still needed; pass its path or URL as promote=, "
+            "or leave keep out and remove files yourself"
         )
 
 
 class _Promotion(NamedTuple):
     """Who shall serve a file."""
 
-    place: DesiredPlace | Publishing
+    desired_store: DesiredStore | Publishing
     policy: Policy
     by: str  # author of the change
-    keep: int | None  # weights of the place's history whose files stay; None: all
+    keep: int | None  # weights of the desired store's history whose files stay; None: all
 
     def promote(self, packed: Packed, artifact: Artifact, onto: Places) -> Packed:
         """Promote a file, and return it with the revision that names it, or with the reason for the refusal.
@@ -248,17 +251,17 @@ class _Promotion(NamedTuple):
             return replace(packed, refusal=f"{type(error).__name__}: {error}")
 
     def _promoted(self, packed: Packed) -> Packed:
-        if isinstance(self.place, DesiredPlace):
+        if isinstance(self.desired_store, DesiredStore):
             known = Known(packed.weights_id, packed.graph_id, packed.labels, packed.base)
-            desired = self.place.promote(packed.path, known=known, by=self.by, why=self.policy)
+            desired = self.desired_store.promote(packed.path, known=known, by=self.by, why=self.policy)
             if self.keep is not None:
-                _remove_older(packed.path.parent, self.place, self.keep)
+                _remove_older(packed.path.parent, self.desired_store, self.keep)
             return replace(packed, promoted=desired.revision)
-        receipt = self.place.publish(packed.path, by=self.by, why=self.policy)
+        receipt = self.desired_store.publish(packed.path, by=self.by, why=self.policy)
         return replace(packed, promoted=receipt.revision, receipt=receipt)
 
 
-def _remove_older(directory: Path, place: DesiredPlace, keep: int) -> None:
+def _remove_older(directory: Path, desired_store: DesiredStore, keep: int) -> None:
     """Remove files that `publish` has written and nobody needs; none, and log why, if that cannot be decided."""
     try:
         written = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
@@ -267,7 +270,7 @@ def _remove_older(directory: Path, place: DesiredPlace, keep: int) -> None:
         older = set(by_time[: -keep - 1]) & set(sorted(written)[: -keep - 1])
         removed = _remove_unused(
             directory,
-            _in_use(place.read(), keep),
+            _in_use(desired_store.read(), keep),
             lambda path, stamp: path in older and _is_published(path, stamp),
         )
     except (WeightswapError, OSError) as error:
@@ -288,7 +291,7 @@ def _is_published(path: Path, stamp: Stamp | DeltaStamp) -> bool:
 
 
 def _in_use(state: DesiredState, keep: int) -> set[str]:
-    """Return the ids of weights whose files a place may need.
+    """Return the ids of weights whose files a desired store may need.
 
     These are the desired ones, the last `keep` of the history and of those withdrawn, which an operator may set again,
     and the bases of all these.
@@ -392,15 +395,15 @@ class _RowPublishing:
         self._rows: list[ChangedRows] = []
         self._unknown: list[str] = []
         self._expected = Expected({}, {})
-        self._taken = tracker.taken
+        self._drained = tracker.drained
         self.onto: Places = ()  # the files that lead to the weights since which rows were taken
 
     def prepare(self, model: nn.Module) -> Checkpoint | RowUpdate | WeightswapError:
         """Return the update, or a copy of the model if a full file is due; or the error that `wait` shall raise."""
-        self._rows, self._unknown = self._tracker.take()
-        self._taken = self._tracker.taken
+        self._rows, self._unknown = self._tracker.drain()
+        self._drained = self._tracker.drained
         last = self._updates.last
-        if last is not None and last.weights_id == self._taken.since:
+        if last is not None and last.weights_id == self._drained.since:
             self.onto = last.files
         try:
             weights = MatchedWeights.find(from_module(model), self._artifact, self._options.dtype)
@@ -448,7 +451,7 @@ class _RowPublishing:
         if self._unknown:
             self._updates.last = None
         else:
-            self._tracker.led_to(self._taken.since, self._taken)
+            self._tracker.led_to(self._drained.since, self._drained)
 
     def published(self, content: Checkpoint | RowUpdate, packed: Packed, blocks: Mapping[str, Blocks]) -> None:
         """Take a file as the base of the next."""
@@ -466,7 +469,7 @@ class _RowPublishing:
                 )
         # deltas from weights that nobody serves would be refused
         if not packed.refusal:
-            self._tracker.led_to(packed.weights_id, self._taken)
+            self._tracker.led_to(packed.weights_id, self._drained)
             self._updates.last = Last(files, packed.graph_id, blocks)
 
 

@@ -92,7 +92,7 @@ class RowTracker:
         self._lent: Lent | None = None  # rows that were lent last, unless they have been served
         self._base = ""  # the weights id since which all changes are known, or lent
         self._takings = 0  # by publications, and by what was served
-        self.taken = Taken("", 0)
+        self.drained = Drained("", 0)
         for optimizer in optimizers:
             for inner in _inner(optimizer):
                 self._refuse(inner)
@@ -132,14 +132,14 @@ class RowTracker:
         found = {table.names[0]: table.ids() for table in self._tables}
         return {name: np.union1d(ids, lent[name]) if name in lent else ids for name, ids in found.items()}
 
-    def take(self) -> tuple[list[ChangedRows], list[str]]:
+    def drain(self) -> tuple[list[ChangedRows], list[str]]:
         """Return the rows that have changed, and forget them; and the tables of which other rows may have changed."""
         with self._lock:
-            self.taken = Taken(self._base, self._takings + 1)
+            self.drained = Drained(self._base, self._takings + 1)
             self._base, self._takings = "", self._takings + 1
-            return self._take()
+            return self._drain()
 
-    def _take(self) -> tuple[list[ChangedRows], list[str]]:
+    def _drain(self) -> tuple[list[ChangedRows], list[str]]:
         lent, self._lent = self._lent, None
         if lent is not None:
             self._given_back += lent.rows
@@ -149,18 +149,18 @@ class RowTracker:
             for table in self._tables
             if not table.is_known() or table.is_within or (lent is not None and table.names[0] in lent.unknown)
         ]
-        return [ChangedRows(table.names[0], table.tensor, table.take()) for table in self._tables], unknown
+        return [ChangedRows(table.names[0], table.tensor, table.drain()) for table in self._tables], unknown
 
-    def led_to(self, weights_id: str, taken: Taken) -> None:
+    def led_to(self, weights_id: str, drained: Drained) -> None:
         """Say which weights have all changes up to a `take`; that is of no use if others were taken meanwhile."""
         with self._lock:
-            if taken.number == self._takings:
+            if drained.number == self._takings:
                 self._base = weights_id
 
     def lend(self) -> Lent:
         """Return the rows that have changed, for a swap or a sender. Those that are not served are lent again."""
         with self._lock:
-            rows, unknown = self._take()
+            rows, unknown = self._drain()
             if unknown and self._base:
                 _log.warning(
                     "%s changed otherwise than by an optimizer's step, or by one that has failed or not ended, so all "
@@ -242,12 +242,12 @@ class RowTracker:
             each = self._given_back.pop()
             self._names[each.name].add(torch.from_numpy(each.ids))
         for sharded in self._sharded:
-            for name, ids in sharded.take():
+            for name, ids in sharded.drain():
                 if (table := self._names.get(name)) is not None:
                     table.add(ids)
 
 
-class Taken(NamedTuple):
+class Drained(NamedTuple):
     """The last `take` of a tracker. since: the weights id since which it has all changes; empty if there is none."""
 
     since: str
@@ -362,7 +362,7 @@ class _Table:
         rows: Offsets = words[places >> 3] * 8 + (places & 7)
         return rows
 
-    def take(self) -> Offsets:
+    def drain(self) -> Offsets:
         """Return the rows, and forget them and all other changes."""
         ids = self.ids()
         if self._changed.is_cpu:
@@ -530,7 +530,7 @@ class _Sharded:
         self.names = [self._name(table) for table in tracker.fqn_to_feature_names()]
         _check_fused(model)
 
-    def take(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def drain(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the ids that were looked up since the last call, by table.
 
         Not by `get_unique_ids`: that of torchrec 1.8 fails if one of the tables was not looked up.

@@ -14,16 +14,16 @@ from ray import serve
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from weightswap_fleet.coordinator.agreement import DEADLINES, Deadlines
-from weightswap_fleet.coordinator.controller import (
-    Controller,
-    controller_of,
+from weightswap_fleet.coordinator.actors import (
+    Coordinator,
+    coordinator_of,
     end_actors,
     find_spec,
     metrics,
     send,
     statuses,
 )
+from weightswap_fleet.coordinator.agreement import DEADLINES, Deadlines
 from weightswap_runtime.errors import DesiredError, Unsupported
 from weightswap_runtime.following.desired_state import DesiredState
 from weightswap_runtime.sources.location import as_location, fixed_text
@@ -59,12 +59,12 @@ class Fleet:
 
         weights: a packed file, an index of shards, or a URL, which all nodes can read. deadlines: for each phase.
 
-        Raises FleetRefused with the reasons of all nodes that cannot take them, RevisionConflict if the place was
-        changed meanwhile, FleetUndecided if the place did not say whether the change was written, DesiredError,
-        WeightFileError, and UnknownFleet.
+        Raises FleetRefused with the reasons of all nodes that cannot take them, RevisionConflict if the desired store
+        was changed meanwhile, FleetUndecided if the desired store did not say whether the change was written,
+        DesiredError, WeightFileError, and UnknownFleet.
         """
         source = fixed_text(as_location(weights))
-        return self._call(sum(deadlines), Controller.swap, source, by, why, deadlines)
+        return self._call(sum(deadlines), Coordinator.swap, source, by, why, deadlines)
 
     def publish(self, weights: _Path, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
         """Change the weights as a trainer, which never undoes an operator's hold or rollback.
@@ -72,7 +72,7 @@ class Fleet:
         Raises NotPromoted during a hold and for weights that were withdrawn, and what `swap` raises.
         """
         source = fixed_text(as_location(weights))
-        return self._call(sum(deadlines), Controller.publish, source, by, why, deadlines)
+        return self._call(sum(deadlines), Coordinator.publish, source, by, why, deadlines)
 
     def rollback(
         self,
@@ -89,7 +89,7 @@ class Fleet:
         them in memory reads nothing. hold: promote nothing until `release`. Raises NothingToRollBack, and what `swap`
         raises.
         """
-        return self._call(sum(deadlines), Controller.rollback, to, by, why, hold, deadlines)
+        return self._call(sum(deadlines), Coordinator.rollback, to, by, why, hold, deadlines)
 
     def canary(
         self,
@@ -113,44 +113,44 @@ class Fleet:
             raise Unsupported(f"a plan and {', '.join(fields)}: give one or the other")
         plan = FleetPlan(**fields) if plan is None else plan
         source = fixed_text(as_location(weights))
-        return self._call(deadlines.prepare, Controller.begin_trial, source, plan, by, why, deadlines)
+        return self._call(deadlines.prepare, Coordinator.begin_trial, source, plan, by, why, deadlines)
 
     def promote(self, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
         """Serve the weights on trial on all nodes, at one revision: all nodes or none. If none, the trial goes on.
 
         Raises StageClosed without a trial, and what `swap` raises.
         """
-        return self._call(sum(deadlines), Controller.promote, by, why, deadlines)
+        return self._call(sum(deadlines), Coordinator.promote, by, why, deadlines)
 
     def abort(self, *, by: str = "", why: str = "") -> TrialReport:
         """End the trial, and discard its weights. Raises StageClosed without a trial."""
-        return self._call(0.0, Controller.abort, by, why)
+        return self._call(0.0, Coordinator.abort, by, why)
 
     @property
     def trial(self) -> TrialReport | None:
-        """The current trial, or else the last one, as long as the controller remembers it."""
-        return self._read(Controller.trial)
+        """The current trial, or else the last one, as long as the coordinator remembers it."""
+        return self._read(Coordinator.trial)
 
     def hold(self, *, by: str = "", why: str = "") -> DesiredState:
         """Hold promotions until `release`. Raises RevisionConflict and DesiredError."""
-        return self._call(0.0, Controller.hold, by, why)
+        return self._call(0.0, Coordinator.hold, by, why)
 
     def release(self) -> DesiredState:
         """Allow promotions again. Raises RevisionConflict and DesiredError."""
-        return self._call(0.0, Controller.release)
+        return self._call(0.0, Coordinator.release)
 
     @property
     def desired(self) -> DesiredState:
-        """The desired state, read from the place. Raises DesiredError."""
-        return self._read(Controller.desired)
+        """The desired state, read from the desired store. Raises DesiredError."""
+        return self._read(Coordinator.desired)
 
-    def _read(self, method: Callable[[Controller], R]) -> R:
-        """Call a method of the controller that changes nothing, again if the controller was restarted."""
+    def _read(self, method: Callable[[Coordinator], R]) -> R:
+        """Call a method of the coordinator that changes nothing, again if the coordinator was restarted."""
         deadline = time.monotonic() + _SLACK
         while True:
             try:
                 return self._call(0.0, method)
-            except FleetUndecided:  # the controller is restarted
+            except FleetUndecided:  # the coordinator is restarted
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_POLL)
@@ -180,7 +180,7 @@ class Fleet:
             is_last = time.monotonic() >= deadline
             try:
                 agree = self._agrees()
-            except (DesiredError, FleetError):  # keepers may be restarting, or the place unreachable
+            except (DesiredError, FleetError):  # agents may be restarting, or the desired store unreachable
                 if is_last:
                     raise
             else:
@@ -193,7 +193,7 @@ class Fleet:
         return all(desired is not None and node.weights_id == desired for node in self.nodes.values())
 
     def remove(self) -> None:
-        """End the replicas and keepers, and free their memory. The desired state stays."""
+        """End the replicas and agents, and free their memory. The desired state stays."""
         serve.delete(_application(self.name))
         end_actors(self.name)
 
@@ -204,22 +204,22 @@ class Fleet:
     def _call(
         self,
         timeout: float,
-        method: Callable[Concatenate[Controller, P], R],
+        method: Callable[Concatenate[Coordinator, P], R],
         *arguments: P.args,
         **options: P.kwargs,
     ) -> R:
-        """Call a method of the controller. Raises its error, or FleetUndecided if it ended or did not answer.
+        """Call a method of the coordinator. Raises its error, or FleetUndecided if it ended or did not answer.
 
         timeout: the seconds that the method itself may take.
         """
-        sent = send(controller_of(self.name), method, *arguments, **options)
+        sent = send(coordinator_of(self.name), method, *arguments, **options)
         try:
             answer: R = ray.get(sent, timeout=timeout + _SLACK)
         except RayTaskError as error:
             raise error.cause from None
         except (RayActorError, GetTimeoutError) as error:
             raise FleetUndecided(
-                f"{self.name}: the controller ended or did not answer during {method.__name__} "
+                f"{self.name}: the coordinator ended or did not answer during {method.__name__} "
                 f"({type(error).__name__}). The desired state holds what was decided, and all nodes "
                 "follow it: look there"
             ) from error

@@ -15,10 +15,10 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from weightswap_fleet.coordinator.controller import find_spec
+from weightswap_fleet.coordinator.actors import find_spec
 from weightswap_runtime.errors import GraphMismatch, NoWeights, Unsupported
 from weightswap_runtime.following.desired_state import SHOWN
-from weightswap_runtime.following.place import DesiredPlace, known_weights
+from weightswap_runtime.following.desired_store import DesiredStore, known_weights
 from weightswap_runtime.following.watching import check_interval
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import check_mode
@@ -32,7 +32,7 @@ from weightswap_server.serving import default_name
 from weightswap_server.settings import Settings
 from weightswap_server.signed_weights import requires
 
-from .documents import Spec
+from .documents import DeploymentSpec
 from .errors import UnknownFleet
 from .replica import Replica
 
@@ -67,11 +67,13 @@ def deployment(
     relay: bool = True,
     ranks: int = 1,
 ) -> serve.Application:
-    """Return an application for `serve.run`, whose replicas serve the desired weights of a place, and change together.
+    """Return an application for `serve.run`, whose replicas serve the desired weights of a desired store, and change
+    together.
 
-    artifact: a path that all nodes see. follow: the place, a directory that all nodes see or the URL of a folder;
+    artifact: a path that all nodes see. follow: the desired store, a directory that all nodes see or the URL of a
+    folder;
       None: the directory of `weights`.
-    weights: a packed file, which becomes desired if the place desires nothing yet.
+    weights: a packed file, which becomes desired if the desired store wants nothing yet.
     name: the fleet's, for `connect`. model: the model's name in HTTP requests; None: the artifact's name.
     num_replicas, autoscaling_config, ray_actor_options, max_ongoing_requests, max_queued_requests: as for Ray Serve.
       Requests beyond the last that wait in one proxy or handle are refused at once with 503 or BackPressureError; -1
@@ -82,8 +84,8 @@ def deployment(
     require_signature: one or more public keys; weights that none of them has signed are refused. op_libraries: as for
       `load`.
     settings: limits of the server; ports and timeouts of connections are those of Serve's proxies.
-    interval: seconds between two reads of the place. relay: one node reads weights behind a URL and passes them on to
-      the others; False: each node reads for itself.
+    interval: seconds between two reads of the desired store. relay: one node reads weights behind a URL and passes them
+      on to the others; False: each node reads for itself.
     ranks: the processes that have the model together, for an artifact that was exported for so many. Each replica has
       so many, on one node, each with the resources of `ray_actor_options`, and counts as a node of its own in changes.
 
@@ -91,10 +93,10 @@ def deployment(
 
     The first weights are loaded here once, to verify them, before they become desired. Raises Unsupported,
     ArtifactError, MissingExtra, NoWeights if none are given and none are desired, GraphMismatch for weights of another
-    graph, and what `load` and `DesiredPlace.set` raise.
+    graph, and what `load` and `DesiredStore.set` raise.
     """
     if weights is None and follow is None:
-        raise Unsupported("a fleet needs weights, or the place of a desired state to follow")
+        raise Unsupported("a fleet needs weights, or the store of a desired state to follow")
     if num_replicas is not None and autoscaling_config is not None:
         raise Unsupported(f"num_replicas={num_replicas!r} and autoscaling_config: give only one of them")
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
@@ -106,15 +108,15 @@ def deployment(
     path = fixed_text(as_location(artifact))
     opened = Artifact.open(path)
     placement = _placement(opened.manifest, path, ranks, ray_actor_options or {})
-    place = fixed_text(as_location(follow)) if follow is not None else _folder(weights)
+    desired_store = fixed_text(as_location(follow)) if follow is not None else _folder(weights)
     keys = _keys(require_signature)
     limits = settings or Settings(max_batch=batch)
     limits.check()
-    spec = Spec(
+    spec = DeploymentSpec(
         fleet=name,
         artifact=path,
         graph_id=opened.graph_id,
-        place=place,
+        desired_store=desired_store,
         model=model or default_name(path),
         since=_since(name),
         verify=verify,
@@ -168,18 +170,21 @@ def _placement(manifest: Manifest, path: str, ranks: int, options: Mapping[str, 
     return {"placement_group_bundles": [needed] * size, "placement_group_strategy": "STRICT_PACK"}
 
 
-def _desire(spec: Spec, weights: _Path | None, manifest: Manifest) -> None:
-    """Write the first weights to the place, verified as a replica does.
+def _desire(spec: DeploymentSpec, weights: _Path | None, manifest: Manifest) -> None:
+    """Write the first weights to the desired store, verified as a replica does.
 
     Raises GraphMismatch if others are desired that no replica could serve, and what `load` raises.
     """
-    place = DesiredPlace(spec.place)
-    if place.is_local and not Path(place.where).is_dir():
-        raise Unsupported(f"{place.where}: not a directory; make it where all machines see it, or follow another place")
-    state = place.read()
+    desired_store = DesiredStore(spec.desired_store)
+    if desired_store.is_local and not Path(desired_store.where).is_dir():
+        raise Unsupported(
+            f"{desired_store.where}: not a directory; make it where all machines see it, or follow another desired "
+            "store"
+        )
+    state = desired_store.read()
     if state.weights is not None:
         _check_graph(
-            f"{place.where}: the desired weights {printable(state.weights.source)}",
+            f"{desired_store.where}: the desired weights {printable(state.weights.source)}",
             state.weights.graph_id,
             manifest.packed_for,
         )
@@ -188,12 +193,12 @@ def _desire(spec: Spec, weights: _Path | None, manifest: Manifest) -> None:
         known = known_weights(source)
         _check_graph(printable(source), known.graph_id, manifest.packed_for)
         _verify(spec, source)
-        place.set(source, revision=state.revision, why="the fleet's first weights", known=known)
+        desired_store.set(source, revision=state.revision, why="the fleet's first weights", known=known)
     else:
-        raise NoWeights(f"{place.where}: nothing is desired there yet for replicas to start with; give weights")
+        raise NoWeights(f"{desired_store.where}: nothing is desired there yet for replicas to start with; give weights")
 
 
-def _verify(spec: Spec, source: str) -> None:
+def _verify(spec: DeploymentSpec, source: str) -> None:
     """Load weights once, before they are desired. Raises what a replica would, on ranks that of the first of them."""
     if spec.ranks == 1:
         _load(spec, source, None)
@@ -207,7 +212,7 @@ def _verify(spec: Spec, source: str) -> None:
         list(pool.map(join, range(spec.ranks)))
 
 
-def _load(spec: Spec, source: str, ranks: Ranks | None) -> None:
+def _load(spec: DeploymentSpec, source: str, ranks: Ranks | None) -> None:
     load(
         spec.artifact,
         source,
@@ -224,7 +229,7 @@ def _check_graph(what: str, graph_id: str, expected: str) -> None:
     if graph_id and graph_id != expected:
         raise GraphMismatch(
             f"{what}: packed for another graph, {graph_id[:SHOWN]}; the artifact has {expected[:SHOWN]}. Nothing was "
-            "deployed: pack their checkpoint for this artifact, or follow another place"
+            "deployed: pack their checkpoint for this artifact, or follow another desired store"
         )
 
 

@@ -12,22 +12,22 @@ from weightswap_runtime.following.desired_state import DesiredWeights
 from weightswap_server.canary import DEFAULT_ABORT, CanaryPlan, Measured, check_plan
 from weightswap_server.settings import Settings
 
-TRIAL_LEASE = 30.0  # seconds; if the controller dies, the next one must start within them, or the nodes end the trial
+TRIAL_LEASE = 30.0  # seconds; if the coordinator dies, the next one must start within them, or the nodes end the trial
 
 
-class Spec(NamedTuple):
+class DeploymentSpec(NamedTuple):
     """A deployment of a fleet: what all its nodes shall run."""
 
     fleet: str
     artifact: str  # a path
     graph_id: str
-    place: str  # of the desired state
+    desired_store: str  # of the desired state
     model: str  # its name in requests
     since: float  # time of the deployment, in seconds since the epoch; of two of one fleet the later one counts
     verify: str = "goldens"  # this and the next one as for `Model.watch`
     allow_nonfinite: bool | tuple[str, ...] = False
     require_signature: tuple[str, ...] = ()  # paths of public keys
-    interval: float = 1.0  # seconds between two reads of the place
+    interval: float = 1.0  # seconds between two reads of the desired store
     relay: bool = True  # one node reads a URL for all
     op_libraries: tuple[str, ...] = ()
     settings: Settings = Settings()
@@ -35,18 +35,19 @@ class Spec(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key of the shared memory: replicas of another graph or place have keepers of their own."""
-        return blake3(f"{self.graph_id}\n{self.place}".encode()).hexdigest()[:12]
+        """The key of the shared memory: replicas of another graph or desired store have agents of their own."""
+        return blake3(f"{self.graph_id}\n{self.desired_store}".encode()).hexdigest()[:12]
 
 
-class Order(NamedTuple):
+class PrepareRequest(NamedTuple):
     """A change of all nodes together, once all of them can make it."""
 
     id: str
-    revision: int  # of the place, before the change
+    revision: int  # of the desired store, before the change
     source: str
     weights: DesiredWeights
-    lease: float  # seconds without a message after which a node asks the place, and discards what is not desired there
+    # seconds without a message after which a node reads the desired store, and discards what is not desired there
+    lease: float
     is_rollback: bool = False  # goes ahead of all that is not decided; weights that are still in memory are not read
     reader: str = ""  # the node that reads a URL for all; empty: each reads
 
@@ -64,13 +65,13 @@ class FleetPlan(NamedTuple):
     step_seconds: float = 60.0
 
     @property
-    def judged(self) -> CanaryPlan:
+    def canary_plan(self) -> CanaryPlan:
         """The plan of what is measured and judged, whatever the share."""
         return CanaryPlan(self.share, self.shadow, self.tolerance, self.promote_if, self.abort_if)
 
     def check(self) -> None:
         """Raise Unsupported for values out of range, and for wrong rules."""
-        check_plan(self.judged)
+        check_plan(self.canary_plan)
         if self.of not in ("requests", "nodes"):
             raise Unsupported(f"of={self.of!r}: expected 'requests' or 'nodes'")
         if self.steps and self.share:
@@ -91,8 +92,8 @@ class FleetPlan(NamedTuple):
         return bool(self.steps) and not self.promote_if and elapsed >= len(self.steps) * self.step_seconds
 
 
-class TrialOrder(NamedTuple):
-    """A trial on all nodes. Its fields are as of an `Order`; `weights.since` is the start of the trial."""
+class TrialRequest(NamedTuple):
+    """A trial on all nodes. Its fields are as of an `PrepareRequest`; `weights.since` is the start of the trial."""
 
     id: str
     source: str
@@ -102,15 +103,15 @@ class TrialOrder(NamedTuple):
     reader: str = ""
 
 
-class Prepared(NamedTuple):
-    """The answer of a node that has the verified weights of an order."""
+class PrepareReply(NamedTuple):
+    """The answer of a node that has the verified weights of a change."""
 
     seconds: float
     resident: bool  # they were still in its memory
     verified: str
 
 
-class Committed(NamedTuple):
+class CommitReply(NamedTuple):
     """The answer of a node after its commit."""
 
     at: float  # by the node's clock, in seconds since the epoch
@@ -120,7 +121,7 @@ class Committed(NamedTuple):
 class Attachment(NamedTuple):
     """A replica's access to its node's memory."""
 
-    keeper: int  # process id, through which the descriptors are opened
+    agent: int  # process id, through which the descriptors are opened
     descriptors: tuple[int, ...]
     slot: int  # its number in the memory's control page
 
@@ -132,46 +133,46 @@ class NodeStatus(NamedTuple):
     """
 
     node: str
-    spec: Spec
-    keeper: int  # the process id of the keeper; 0: the node does not answer
+    spec: DeploymentSpec
+    agent: int  # the process id of the agent; 0: the node does not answer
     weights_id: str | None
     generation: int | None
     revision: int  # that of the served weights
     since: float | None  # time of their commit, in seconds since the epoch
-    read: int  # the place's revision when it was last read
-    reachable: bool  # the place could be read
-    preparing: str  # the weights id of an order; empty without one
+    read: int  # the desired store's revision when it was last read
+    reachable: bool  # the desired store could be read
+    preparing: str  # the weights id of a change; empty without one
     trying: str  # the weights id on trial; empty without one
     replicas: tuple[int, ...]  # their process ids
-    error: str  # why it does not serve the desired weights, or cannot read the place; else empty
+    error: str  # why it does not serve the desired weights, or cannot read the desired store; else empty
     refused: dict[str, str]  # why it has refused weights that it has not served since, by weights id
     ranks: tuple[int, ...] = ()  # the process ids of all ranks of a replica that has its model on several
 
     @classmethod
-    def unknown(cls, node: str, spec: Spec, error: str) -> NodeStatus:
+    def unknown(cls, node: str, spec: DeploymentSpec, error: str) -> NodeStatus:
         """Return the status of a node that does not answer."""
         return cls(node, spec, 0, None, None, 0, None, 0, False, "", "", (), error, {})
 
 
 class NodeMethods(Protocol):
-    """What other processes of a fleet may ask of a node's keeper: the controller, and the node's replicas."""
+    """What other processes of a fleet may ask of a node's agent: the coordinator, and the node's replicas."""
 
-    def attach(self, pid: int, spec: Spec) -> Attachment: ...
-    def report(self, pid: int, metrics: str, spec: Spec) -> None: ...
+    def attach(self, pid: int, spec: DeploymentSpec) -> Attachment: ...
+    def report(self, pid: int, metrics: str, spec: DeploymentSpec) -> None: ...
     def add_measures(self, text: str) -> None: ...
     def status(self) -> NodeStatus: ...
     def metrics(self) -> str: ...
     def reconcile_soon(self) -> None: ...
 
-    def prepare(self, order: Order) -> Prepared: ...
+    def prepare(self, request: PrepareRequest) -> PrepareReply: ...
     def renew(self, change_id: str) -> bool: ...
-    def commit(self, order_id: str, revision: int) -> Committed: ...
-    def discard(self, order_id: str) -> None: ...
+    def commit(self, change_id: str, revision: int) -> CommitReply: ...
+    def discard(self, change_id: str) -> None: ...
 
-    def prepare_trial(self, order: TrialOrder) -> Prepared: ...
+    def prepare_trial(self, request: TrialRequest) -> PrepareReply: ...
     def continue_trial(self, trial_id: str, share: float) -> Measured: ...
     def end_trial(self, trial_id: str) -> None: ...
-    def trial(self) -> TrialOrder | None: ...
+    def trial(self) -> TrialRequest | None: ...
 
 
 class NodeReceipt(NamedTuple):
@@ -180,7 +181,7 @@ class NodeReceipt(NamedTuple):
     seconds_staged: float
     resident: bool  # the weights were still in its memory
     verified: str
-    committed_at: float | None  # in seconds since the epoch; None if it has read the decision in the place itself
+    committed_at: float | None  # in seconds since the epoch; None if it has read the decision itself
     generation: int | None
 
 
@@ -198,7 +199,7 @@ class FleetReceipt(NamedTuple):
     seconds_committed: float  # from the decision until all nodes served the weights
     skew: float  # seconds between the first and the last node's commit, by their clocks
     nodes: dict[str, NodeReceipt]  # by name
-    late: dict[str, str]  # why nodes did not confirm in time; they follow as soon as they read the place
+    late: dict[str, str]  # why nodes did not confirm in time; they follow as soon as they read the desired store
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, as plain values."""

@@ -3,7 +3,7 @@
 WeightswapError
 `-- FleetError
     |-- FleetRefused     a node cannot take the weights, so no node has changed
-    |-- FleetUndecided   it is unknown if the change was written; all nodes follow the place
+    |-- FleetUndecided   it is unknown if the change was written; all nodes follow the desired store
     |-- UnknownFleet     no fleet of that name is deployed
     `-- StaleReplica     a replica serves an older revision than its client has seen
 """
@@ -16,7 +16,7 @@ from weightswap_runtime.errors import MOST_OF_A_PROBLEM, WeightswapError, brief,
 
 
 class FleetError(WeightswapError):
-    """An error of a fleet. Each node serves the same weights as before, or those that the place desires."""
+    """An error of a fleet. Each node serves the same weights as before, or those that the desired store wants."""
 
 
 class FleetRefused(FleetError):
@@ -41,7 +41,8 @@ def _in_one_line(text: str) -> str:
 
 
 class FleetUndecided(FleetError):
-    """A change of which the place did not say if it was written. The nodes read the place, and follow it."""
+    """A change of which the desired store did not say if it was written. The nodes read the desired store, and follow
+    it."""
 
 
 class UnknownFleet(FleetError):

@@ -31,7 +31,7 @@ from .documents import NodeStatus, TrialReport
 
 _FOLDER = Path(__file__).parent / "page"
 _INTERVAL, _KEEP_ALIVE = 0.2, 1.0  # seconds between two checks, and until an unchanged status is sent again
-_PLACE_INTERVAL = 5.0  # seconds between two reads of the place, if the nodes report no new revision
+_DESIRED_INTERVAL = 5.0  # seconds between two reads of the desired store, if the nodes report no new revision
 
 
 class Watched(Protocol):
@@ -94,7 +94,7 @@ class _FleetEvents:
     def __init__(self, fleet: Watched) -> None:
         self._fleet = fleet
         self._trial: TrialReport | None = None
-        self._read: tuple[float, object] = (0.0, None)  # time of the last read of the place, and its revision then
+        self._read: tuple[float, object] = (0.0, None)  # time of the last read, and the revision then
         self._state = DesiredState()
 
     async def lines(self) -> AsyncIterator[bytes]:
@@ -112,7 +112,7 @@ class _FleetEvents:
         try:
             nodes = self._fleet.nodes
             revision = max((max(node.read, node.revision) for node in nodes.values()), default=0)
-            if self._read[1] != revision or time.monotonic() > self._read[0] + _PLACE_INTERVAL:
+            if self._read[1] != revision or time.monotonic() > self._read[0] + _DESIRED_INTERVAL:
                 self._state = self._fleet.desired
                 self._read = time.monotonic(), revision
             has_trial = self._trial is not None and not self._trial.outcome

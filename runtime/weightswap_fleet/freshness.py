@@ -7,7 +7,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weightswap_fleet.node.memory import Board
+from weightswap_fleet.node.memory import RevisionPage
 from weightswap_runtime.model.served import ServedModel
 from weightswap_server.errors import Failure
 from weightswap_server.http.bodies import refusal
@@ -23,15 +23,15 @@ _POLL = 0.002
 class Freshness:
     """The revision that a replica serves."""
 
-    def __init__(self, board: Board, model: ServedModel) -> None:
-        self._board, self._model = board, model
+    def __init__(self, revision_page: RevisionPage, model: ServedModel) -> None:
+        self._revision_page, self._model = revision_page, model
 
     @property
     def revision(self) -> int:
         """The revision of a call that starts now, and not less than that of any call that has ended."""
         while True:
             generation = self._model.generation
-            revision = self._board.revision(generation)
+            revision = self._revision_page.revision(generation)
             if self._model.generation == generation:  # otherwise its arena may have been overwritten
                 return revision
 

@@ -1,4 +1,4 @@
-"""Metrics of a fleet: for each node, those of weights from its keeper, and those of calls, summed over its replicas.
+"""Metrics of a fleet: for each node, those of weights from its agent, and those of calls, summed over its replicas.
 
 Every replica returns those of all nodes, so that no counter jumps if a proxy sends each scrape to another replica.
 
@@ -21,7 +21,7 @@ from weightswap_server.workers.child_main import Totals
 
 
 class NodeMetrics:
-    """The metrics of one node, in its keeper. Every method may be called from any thread."""
+    """The metrics of one node, in its agent. Every method may be called from any thread."""
 
     def __init__(self, name: str, model: ServedModel) -> None:
         """name: the label `model`."""
@@ -52,7 +52,7 @@ class NodeMetrics:
     def text(self) -> str:
         """Return the metrics in Prometheus' text format."""
         with self._lock:
-            self._totals.update("keeper", "keeper", generate_latest(self._registry).decode())
+            self._totals.update("agent", "owner", generate_latest(self._registry).decode())
             return self._totals.text()
 
     def close(self) -> None:

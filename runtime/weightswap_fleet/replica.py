@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from ray import serve
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
-from weightswap_fleet.coordinator.controller import controller_of, keeper_of_this_node, metrics, send
-from weightswap_fleet.coordinator.ranks import RankSeat
+from weightswap_fleet.coordinator.actors import agent_of_this_node, coordinator_of, metrics, send
+from weightswap_fleet.coordinator.ranks import RanksAttachment
 from weightswap_fleet.node.memory import NodeMemory
 from weightswap_runtime.errors import NoWeights, WeightswapError
 from weightswap_runtime.model.served import ServedModel
@@ -28,7 +28,7 @@ from weightswap_server.http.app import http_app
 from weightswap_server.service.service import Service
 from weightswap_server.workers.trials import WorkerTrials
 
-from .documents import Attachment, NodeMethods, NodeStatus, Spec
+from .documents import Attachment, DeploymentSpec, NodeMethods, NodeStatus
 from .errors import StaleReplica
 from .freshness import FreshApp, Freshness
 
@@ -50,19 +50,19 @@ class FleetAnswer(NamedTuple):
 class Replica:
     """One replica of a fleet. It starts with the desired weights, or not at all."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: DeploymentSpec) -> None:
         if spec.op_libraries:
             from weightswap_runtime.engines.operators import import_libraries  # needs torch
 
             import_libraries(spec.op_libraries)
         self._spec = spec
-        controller_of(spec.fleet)  # starts it, so that the first change need not wait
-        self._seat = RankSeat(spec) if spec.ranks > 1 else _KeptSeat(spec)
-        self._model: ServedModel = self._seat.model
+        coordinator_of(spec.fleet)  # starts it, so that the first change need not wait
+        self._attachment = RanksAttachment(spec) if spec.ranks > 1 else _NodeAttachment(spec)
+        self._model: ServedModel = self._attachment.model
         self._service = Service({spec.model: self._model}, spec.settings)
         self._service.all_metrics = lambda: metrics(spec).encode()
-        self._seat.serve(self._service)
-        self._freshness = Freshness(self._seat.board, self._model)
+        self._attachment.serve(self._service)
+        self._freshness = Freshness(self._attachment.revision_page, self._model)
         self._await_warm()
 
     def _await_warm(self) -> None:
@@ -84,9 +84,9 @@ class Replica:
         """
         await self._freshness.wait(min_revision)
         contents = {name: array_content(array) for name, array in inputs.items()}
-        wish = "" if canary is None else str(int(canary))
+        routing = "" if canary is None else str(int(canary))
         model = model or self._spec.model
-        call = self._service.call(model, "", contents, wish=wish)
+        call = self._service.call(model, "", contents, routing=routing)
         answer = await self._service.answer(call)
         self._service.answered(call, answer)
         outputs = {name: as_array(content) for name, content in answer.outputs}
@@ -97,48 +97,48 @@ class Replica:
         return {"revision": self._freshness.revision}
 
     async def check_health(self) -> None:
-        """Raise StaleReplica if the keeper has other memory, or the model failed. Restarts a keeper that has ended."""
+        """Raise StaleReplica if the agent has other memory, or the model failed. Restarts an agent that has ended."""
         if self._model.failed:
             raise StaleReplica(f"{self._spec.fleet}: the model of this replica has failed")
-        await self._seat.check()
+        await self._attachment.check()
 
 
-class _KeptSeat:
-    """What a replica serves: the weights in the memory of its node's keeper."""
+class _NodeAttachment:
+    """What a replica serves: the weights in the memory of its node's agent."""
 
-    def __init__(self, spec: Spec) -> None:
-        attaching = send(keeper_of_this_node(spec), NodeMethods.attach, os.getpid(), spec)
+    def __init__(self, spec: DeploymentSpec) -> None:
+        attaching = send(agent_of_this_node(spec), NodeMethods.attach, os.getpid(), spec)
         attachment: Attachment = ray.get(attaching, timeout=_FIRST_WEIGHTS)
-        memory = NodeMemory.from_process(attachment.keeper, attachment.descriptors, read_only=True)
-        self._spec, self._memory, self.board = spec, memory, memory.board
+        memory = NodeMemory.from_process(attachment.agent, attachment.descriptors, read_only=True)
+        self._spec, self._memory, self.revision_page = spec, memory, memory.revision_page
         self.model = join(spec.artifact, memory.segment, attachment.slot)
 
     def serve(self, service: Service) -> None:
-        """Let the keeper switch requests off, and report to it. service: what answers the replica's requests."""
+        """Let the agent switch requests off, and report to it. service: what answers the replica's requests."""
         for served in service.served:
             served.switch = Control(self._memory.segment.control)
         report = partial(self._report_regularly, service)
         threading.Thread(target=report, name="weightswap-reports", daemon=True).start()
 
     def _report_regularly(self, service: Service) -> None:
-        """Send metrics, measures of trials, and the deployment, which a restarted keeper needs, to the keeper."""
-        trials, keeper = WorkerTrials(service.served), keeper_of_this_node(self._spec)
+        """Send metrics, measures of trials, and the deployment, which a restarted agent needs, to the agent."""
+        trials, agent = WorkerTrials(service.served), agent_of_this_node(self._spec)
         while True:
             time.sleep(_REPORT_INTERVAL)
             text = service.metrics.text().decode()
-            sent = [send(keeper, NodeMethods.report, os.getpid(), text, self._spec)]
-            sent += [send(keeper, NodeMethods.add_measures, measures) for measures in trials.take()]
-            ray.wait(sent, num_returns=len(sent), timeout=_WARM_UP)  # send no more to a keeper that is busy
+            sent = [send(agent, NodeMethods.report, os.getpid(), text, self._spec)]
+            sent += [send(agent, NodeMethods.add_measures, measures) for measures in trials.drain()]
+            ray.wait(sent, num_returns=len(sent), timeout=_WARM_UP)  # send no more to an agent that is busy
 
     async def check(self) -> None:
-        """Raise StaleReplica if the keeper has other memory. Restarts a keeper that has ended."""
+        """Raise StaleReplica if the agent has other memory. Restarts an agent that has ended."""
         try:
-            asked = send(keeper_of_this_node(self._spec), NodeMethods.status)
+            asked = send(agent_of_this_node(self._spec), NodeMethods.status)
             status: NodeStatus = await asyncio.wait_for(asked, _WARM_UP)
         except (WeightswapError, TimeoutError, ray.exceptions.RayError):
-            return  # it can serve without a keeper
+            return  # it can serve without an agent
         if os.getpid() not in status.replicas and status.weights_id is not None:
-            raise StaleReplica(f"{self._spec.fleet}: this replica does not share the memory of its node's keeper")
+            raise StaleReplica(f"{self._spec.fleet}: this replica does not share the memory of its node's agent")
 
 
 class FreshRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """The server side of weightswap: load an exported model, call it, and swap its weights while it serves."""
 
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights, Hold
-from weightswap_runtime.following.place import DesiredPlace
+from weightswap_runtime.following.desired_store import DesiredStore
 from weightswap_runtime.following.watching import Follower, FollowStatus, Watcher
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.delta import Delta, write_delta
@@ -78,8 +78,8 @@ __all__ = [
     "ContextError",
     "Delta",
     "DesiredError",
-    "DesiredPlace",
     "DesiredState",
+    "DesiredStore",
     "DesiredWeights",
     "DeviceError",
     "DigestMismatch",

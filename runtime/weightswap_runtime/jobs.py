@@ -198,7 +198,7 @@ class Listeners(Generic[P]):
 
         return stop
 
-    def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
+    def notify(self, *args: P.args, **kwargs: P.kwargs) -> None:
         for listener in self.all:
             try:
                 listener(*args, **kwargs)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-MOST_TOLD = 64 << 20  # bytes of a document: a receipt names each weight that is not finite
+MOST_DOCUMENT = 64 << 20  # bytes of a document: a receipt names each weight that is not finite
 _EXCHANGE = 1  # the tag of these messages, apart from others between two ranks
 _SHORT_NAP, _LONG_NAP = 1e-4, 5e-3  # seconds between two looks whether something has ended
 T = TypeVar("T", bound=msgspec.Struct)
@@ -116,19 +116,19 @@ class Members:
         # they need the interpreter to drop it, and end the process if that is ending
         self._recent: deque[Any] = deque(maxlen=8)
 
-    def tell(self, document: T) -> list[T]:
-        """Tell the others a document, and return those of all, by rank. Raises TransferFailed."""
+    def gather_documents(self, document: T) -> list[T]:
+        """OnStep the others a document, and return those of all, by rank. Raises TransferFailed."""
         raw = msgspec.json.encode(document)
         try:
             most = max(int.from_bytes(length, "little") for length in self.gather(len(raw).to_bytes(8, "little")))
-            if most > MOST_TOLD:
+            if most > MOST_DOCUMENT:
                 raise ValueError(f"a message of {most} bytes")
             return [msgspec.json.decode(each, type=type(document)) for each in self.gather(raw.ljust(most))]
         except Exception as error:
             raise self.fail(error) from error
 
     def gather(self, raw: bytes) -> list[bytes]:
-        """Tell the others bytes, of the same number on all ranks; return those of all, by rank.
+        """OnStep the others bytes, of the same number on all ranks; return those of all, by rank.
 
         Raises TransferFailed, and torch's errors."""
         import torch
@@ -174,14 +174,14 @@ class Members:
 
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def give(self, content: memoryview) -> None:
+    def send(self, content: memoryview) -> None:
         """Send bytes to rank 0. Raises TransferFailed."""
         import torch
 
         tensor = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         self.wait(self._begin(lambda: self._group.send([tensor], 0, 0)))
 
-    def take(self, buffer: torch.Tensor, rank: int) -> Any:
+    def receive(self, buffer: torch.Tensor, rank: int) -> Any:
         """Begin to fill memory with what a rank gives; return what to wait for."""
         return self._begin(lambda: self._group.recv([buffer], rank, 0))
 

@@ -232,16 +232,16 @@ class TensorHasher:
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
         self._block = blake3()
-        self._room = BLOCK  # bytes that are missing in the block
+        self._free = BLOCK  # bytes that are missing in the block
 
     def update(self, piece: memoryview) -> None:
         while len(piece):
-            if not self._room:  # only now, as the last block is never an empty one
+            if not self._free:  # only now, as the last block is never an empty one
                 self._blocks.append(self._block.digest())
-                self._block, self._room = blake3(), BLOCK
-            part = piece[: self._room]
+                self._block, self._free = blake3(), BLOCK
+            part = piece[: self._free]
             self._block.update(part)
-            self._room -= len(part)
+            self._free -= len(part)
             piece = piece[len(part) :]
 
     @property

@@ -95,7 +95,7 @@ class Rule:
         return now - self._since >= self.seconds
 
 
-class Judgement:
+class CanaryAnalysis:
     """Measures of a canary and of the weights served beside it, with the rules over them."""
 
     def __init__(self, plan: CanaryPlan) -> None:
@@ -106,9 +106,9 @@ class Judgement:
         self.promote = Rule(plan.promote_if, MEASURED) if plan.promote_if else None
         self.abort = Rule(plan.abort_if, MEASURED) if plan.abort_if else None
 
-    def take(self) -> Measured:
+    def drain(self) -> Measured:
         """Return the measures since the last call, for another process that judges the same weights."""
-        return Measured(self.served.take(), self.canary.take(), self.differences.take())
+        return Measured(self.served.drain(), self.canary.drain(), self.differences.drain())
 
     def add(self, measured: Measured) -> None:
         """Add the measures of another process."""
@@ -145,11 +145,11 @@ class Judgement:
         }
 
 
-class Canary(Judgement):
+class Canary(CanaryAnalysis):
     """Staged weights that answer some requests. If they fail, the served weights answer instead."""
 
     def __init__(self, staged: Staged | Trial, plan: CanaryPlan, count: Callable[[str, str], None]) -> None:
-        """staged: in a worker, the trial of the weights that its keeper has staged.
+        """staged: in a worker, the trial of the weights that its owner has staged.
 
         count: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported.
         """
@@ -165,10 +165,10 @@ class Canary(Judgement):
         self._closed = False
         Thread(target=self._examine_waiting, name="weightswap-canary", daemon=True).start()
 
-    def answers_next(self, wish: str) -> bool:
-        """True if the canary answers the next request. wish: "1" asks for the canary, "0" for the served weights."""
-        if self._closed or wish in ("0", "1"):
-            return wish == "1" and not self._closed
+    def answers_next(self, routing: str) -> bool:
+        """True if the canary answers the next request. routing: "1" asks for the canary, "0" for the served weights."""
+        if self._closed or routing in ("0", "1"):
+            return routing == "1" and not self._closed
         with self._counting:
             self._owed += self.plan.share
             if self._owed < 1:
@@ -300,7 +300,7 @@ class Side:
         with self._lock:
             self._nonfinite.append(nonfinite)
 
-    def take(self) -> Answers:
+    def drain(self) -> Answers:
         """Return the measures, and begin anew."""
         with self._lock:
             seconds, failed, nonfinite = list(self._seconds), list(self._failed), list(self._nonfinite)
@@ -364,7 +364,7 @@ class Differences:
         with self._lock:
             self.skipped += 1
 
-    def take(self) -> Compared:
+    def drain(self) -> Compared:
         """Return the differences, and begin anew."""
         with self._lock:
             compared = Compared(self.compared, self.skipped, self.max_abs, self.max_rel, list(self._differing))

@@ -14,7 +14,7 @@ WeightswapError
     |-- Forbidden         the server does not allow the path or URL
     |-- NotThere          there is no such upload
     |-- Conflict          the change conflicts with what the model follows, or with another change
-    |-- NotServed         the followed place now desires the weights, and this process refuses them
+    |-- NotServed         the followed desired store now wants the weights, and this process refuses them
     |-- UploadMismatch    the uploaded bytes do not have the given digest
     `-- NoRoom            the directory of uploads has no room
 """
@@ -134,7 +134,7 @@ class Conflict(RequestError):
 
 
 class NotServed(RequestError):
-    """A change whose weights the followed place now desires, and this process refuses."""
+    """A change whose weights the followed desired store now wants, and this process refuses."""
 
 
 class UploadMismatch(RequestError):

@@ -60,7 +60,7 @@ _LIMITS = {dtype: (int(limits.min), int(limits.max)) for dtype, limits in _INTEG
 
 T = TypeVar("T")
 Named = tuple[str, TensorBytes]
-Role = Literal["server", "keeper", "worker"]
+Role = Literal["server", "owner", "worker"]
 Parameters = dict[str, bool | int | float | str | None]
 _MOST = (1 << 63) - 1
 _SIZES = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST}}
@@ -216,7 +216,7 @@ class Serving(Struct, frozen=True, kw_only=True):
 class Process(Struct, frozen=True, kw_only=True):
     """One process; times in seconds since the epoch.
 
-    role: a "server" answers and changes weights, a "keeper" changes them for its "worker"s. heard: when it last
+    role: a "server" answers and changes weights, an "owner" changes them for its "worker"s. heard: when it last
     reported that it is alive. answered: the requests it has answered. models: by name.
     """
 

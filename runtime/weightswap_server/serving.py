@@ -142,13 +142,13 @@ def signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], object]) -> Iter
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
-    """An artifact, and the source of its weights: a weight file, a watched directory, the place of a desired state, a
+    """An artifact, and the source of its weights: a weight file, a watched directory, the store of a desired state, a
     trainer that sends, or a weight file first and one of the others afterwards."""
 
     artifact: str
     weights: str | None = None  # a file
     watch: str | None = None  # a directory
-    follow: str | None = None  # the place of a desired state
+    follow: str | None = None  # the store of a desired state
     interval: float = 5.0  # seconds between two polls of these
     receive: str | None = None  # where senders connect, `unix:PATH`
     keep: str | None = None  # a directory for what was served last, from which a restart begins
@@ -162,7 +162,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         model = load(self.artifact, self.first, **self.options)
         for variant in self.variants:
             model.add_variant(variant.group, variant.name, variant.path)
-        self.take(model)
+        self.attach(model)
         return model
 
     @property
@@ -175,19 +175,21 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         """Raise Unsupported for two sources that would undo each other, or for too many variants."""
         if self.watch is not None and self.follow is not None:
             raise Unsupported(
-                "a model that follows a place cannot also watch a directory: watch the directory in the process "
-                "that promotes, with model.watch(promote=...)"
+                "a model that follows a desired store cannot also watch a directory: watch the directory in the "
+                "process that promotes, with model.watch(promote=...)"
             )
         if self.receive is not None and not (self.watch is None and self.follow is None):
-            raise Unsupported("a model that receives weights can neither follow a place nor watch a directory")
+            raise Unsupported("a model that receives weights can neither follow a desired store nor watch a directory")
         if self.keep is not None and not (self.watch is None and self.follow is None):
-            raise Unsupported("keep: for weights that are sent; those of a directory or a place are in files already")
+            raise Unsupported(
+                "keep: for weights that are sent; those of a directory or a desired store are in files already"
+            )
         most = self.options.get("max_variants", MOST)
         for group, count in Counter(variant.group for variant in self.variants).items():
             if count > most:
                 raise Unsupported(f"{count} variants of {group}, but room for {most}: give --max-variants {count}")
 
-    def take(self, model: Model) -> None:
+    def attach(self, model: Model) -> None:
         """Let a loaded model watch, follow or receive. Raises what `Model.watch`, `follow` and `receive` raise."""
         if self.watch is not None:
             model.watch(self.watch, self.interval)

@@ -88,7 +88,7 @@ def table(gigabytes: float, rates: Rates, milliseconds: float) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=100.0, help="of weights (%(default)s)")
-    parser.add_argument("--message-ms", type=float, default=0.5, help="for a message to a keeper (%(default)s)")
+    parser.add_argument("--message-ms", type=float, default=0.5, help="for a message to an agent (%(default)s)")
     for name, value in Rates()._asdict().items():
         parser.add_argument(f"--{name}", type=float, default=value, help="GB/s (%(default)s)")
     options = parser.parse_args()

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from weightswap_fleet.coordinator.controller import RemoteRelay, _Transfer
+from weightswap_fleet.coordinator.actors import RemoteRelay, _Transfer
 from weightswap_fleet.node.relay import CHUNK, ObjectDescription, Relay, RelayedObject, _Reading
 
 NBYTES = 8 * CHUNK
@@ -84,7 +84,7 @@ class Taker:
         self._giver, self._relay = giver, Relay("taker", _Between(giver))
         self._content = memoryview(bytearray(NBYTES))
 
-    def take(self, url: str) -> float:
+    def fetch(self, url: str) -> float:
         """Return the seconds to receive all bytes chunk by chunk."""
         source = RelayedObject(self._relay, "giver", url, ObjectDescription(NBYTES, ""), None)
 

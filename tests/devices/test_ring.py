@@ -104,14 +104,14 @@ def test_what_an_interrupted_thread_has_taken_comes_back() -> None:
     ring = Ring(device, 1)
 
     def interrupted() -> None:
-        turn = ring.take(device.staging)
+        turn = ring.acquire(device.staging)
         turn.__enter__()  # the frame ends without an exit
 
     for _ in range(3):
         interrupted()
-    with pytest.raises(KeyboardInterrupt), ring.take(device.staging):
+    with pytest.raises(KeyboardInterrupt), ring.acquire(device.staging):
         raise KeyboardInterrupt
-    with ring.take(device.staging) as buffer:
+    with ring.acquire(device.staging) as buffer:
         assert buffer.nbytes == BUFFER_BYTES
 
 
@@ -204,7 +204,7 @@ def test_an_interrupt_at_any_instruction_loses_no_buffer() -> None:
         with suppress(KeyboardInterrupt):
             sys.settrace(trace)
             try:
-                with ring.take(ring._device.staging):
+                with ring.acquire(ring._device.staging):
                     pass
             finally:
                 sys.settrace(None)
@@ -335,7 +335,7 @@ def test_buffers_are_locked_once_and_for_all_users() -> None:
         ring.allocate()
         assert device.locked == 5
     device.lockable = 0
-    with ring.take(device.staging), ring.urgent.take(device.commits):
+    with ring.acquire(device.staging), ring.urgent.acquire(device.commits):
         pass
     assert device.locked == 5
 

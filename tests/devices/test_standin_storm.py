@@ -14,7 +14,7 @@ import pytest
 from tests.support.standin import Broken, Memory, StandIn
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import Artifact, DeviceError, Model, ModelFailed, OutOfMemory
-from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.memory.arena import Arena
 from weightswap_runtime.memory.device import DeviceArena, Ring
 from weightswap_runtime.memory.device_memory import RESERVE, DeviceMemory
@@ -94,7 +94,7 @@ class Served:
         self.device = device
         artifact = Artifact.open(tiny.path)
         memory = DeviceMemory(device, ring or Ring(device, 12), staging)
-        store = Store(artifact.manifest.weights, residency, keep, memory)
+        store = WeightStore(artifact.manifest.weights, residency, keep, memory)
         self.model = Model(artifact, store, device=device.name, engine=Reader(device))
 
     def call(self, caller: Any = None) -> Memory:
@@ -352,10 +352,10 @@ def test_commits_do_not_wait_for_the_files_of_other_stagings(tiny: TinyArtifact,
     ring = Ring(device, 1, urgent=Ring(device, 1))
     served = Served(tiny, "single", "host", device, None, ring)
     served.model.swap(weight_file(0))
-    with ring.take(device.staging):  # as a staging of another model that reads a slow file does
+    with ring.acquire(device.staging):  # as a staging of another model that reads a slow file does
         pass
     staged = served.model.stage(weight_file(1), only="*")
-    with ring.take(device.staging):
+    with ring.acquire(device.staging):
         staged.commit()
     found = served.call()
     device.drain()

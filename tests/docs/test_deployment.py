@@ -25,7 +25,7 @@ from tests.support.apart import python_with
 from tests.support.pages import page, python
 from tests.support.servers import S3Server
 from tests.support.watched import eventually
-from weightswap_runtime import DesiredPlace
+from weightswap_runtime import DesiredStore
 
 DEPLOYMENT = ROOT / "docs" / "deployment"
 NOBODY = 65532
@@ -142,8 +142,8 @@ def test_the_container_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, unuse
             ("HOME", "/tmp"),
         ):
             monkeypatch.setenv(name, str(value))
-        place = DesiredPlace("s3://weights/tagger")
-        state = place.set("s3://weights/v1.safetensors", revision=0)
+        desired_store = DesiredStore("s3://weights/tagger")
+        state = desired_store.set("s3://weights/v1.safetensors", revision=0)
         (container,) = pod()["containers"]
         arguments = " ".join(container["args"])
         for theirs, ours in (
@@ -163,19 +163,19 @@ def test_the_container_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, unuse
             request = {"inputs": [{"name": "input", "datatype": "FP32", "shape": [1, 4], "data": X[0]}]}
             infer = f"{url}/v2/models/tagger/infer"
             assert asked(infer, request)[1]["outputs"][0]["data"] == output(folder, "v1.safetensors")
-            place.set("s3://weights/v2.safetensors", revision=state.revision)
+            desired_store.set("s3://weights/v2.safetensors", revision=state.revision)
             assert eventually(lambda: asked(infer, request)[1]["model_version"] == "1")
             process.terminate()
             assert process.wait(30) == 0
 
 
 @pytest.fixture
-def desired(folder: Path) -> DesiredPlace:
+def desired(folder: Path) -> DesiredStore:
     shutil.rmtree(folder / "service", ignore_errors=True)
     (folder / "service").mkdir()
-    place = DesiredPlace(folder / "service")
-    place.set(folder / "v1.safetensors", revision=0)
-    return place
+    desired_store = DesiredStore(folder / "service")
+    desired_store.set(folder / "v1.safetensors", revision=0)
+    return desired_store
 
 
 def requests() -> list[tuple[str, Any]]:
@@ -187,7 +187,7 @@ def requests() -> list[tuple[str, Any]]:
 
 
 @pytest.mark.slow
-def test_litserve(folder: Path, desired: DesiredPlace, unused_port: int) -> None:
+def test_litserve(folder: Path, desired: DesiredStore, unused_port: int) -> None:
     pytest.importorskip("litserve")
     command = [sys.executable, str(DEPLOYMENT / "litserve_model.py"), "tagger.artifact", "service"]
     with running([*command, "--port", str(unused_port), "--workers", "2"], folder):
@@ -212,7 +212,7 @@ def with_kserve(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.slow
-def test_kserve(folder: Path, desired: DesiredPlace, with_kserve: str, unused_port: int) -> None:
+def test_kserve(folder: Path, desired: DesiredStore, with_kserve: str, unused_port: int) -> None:
     command = [with_kserve, str(DEPLOYMENT / "kserve_model.py"), "--artifact", "tagger.artifact", "--follow", "service"]
     options = ["--model_name", "tagger", "--http_port", str(unused_port), "--enable_grpc", "false"]
     with running([*command, *options], folder):

@@ -15,7 +15,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests" /
 WIDTH = 120
 WIDE_TABLES = {"architecture", "libraries", "transformers"}
 MAP = ROOT / "docs" / "architecture.md"
-ROOMS = [page.parent for page in ROOT.glob("[er]*/weightswap_*/*/__init__.py")]
+SUBPACKAGES = [page.parent for page in ROOT.glob("[er]*/weightswap_*/*/__init__.py")]
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -72,16 +72,16 @@ def test_every_page_can_be_reached() -> None:
 
 def test_every_room_is_on_the_map() -> None:
     shown = {path.resolve() for path, _ in links(MAP)}
-    assert len(ROOMS) > 20
-    assert [room for room in ROOMS if room not in shown] == []
+    assert len(SUBPACKAGES) > 20
+    assert [subpackage for subpackage in SUBPACKAGES if subpackage not in shown] == []
 
 
 def test_the_modules_on_the_map_are_there() -> None:
-    """Those that are named as `room/module`, also in drawings."""
+    """Those that are named as `subpackage/module`, also in drawings."""
     text = re.sub(r"\]\([^)]+\)", "", MAP.read_text())
-    named = re.findall(rf"\b({'|'.join({room.name for room in ROOMS})})/([a-z_]+)\b", text)
+    named = re.findall(rf"\b({'|'.join({subpackage.name for subpackage in SUBPACKAGES})})/([a-z_]+)\b", text)
     assert len(named) > 20
-    packages = {room.parent for room in ROOMS}
+    packages = {subpackage.parent for subpackage in SUBPACKAGES}
     assert [name for name in named if not any(is_there(package.joinpath(*name)) for package in packages)] == []
 
 

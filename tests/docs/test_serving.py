@@ -16,7 +16,7 @@ import pytest
 from tests import ROOT
 from tests.support import warm
 from tests.support.pages import page, python, served
-from weightswap_runtime import DesiredPlace, load
+from weightswap_runtime import DesiredStore, load
 from weightswap_server import Settings
 from weightswap_server.signed_weights import SignatureRefused, requires
 
@@ -28,7 +28,7 @@ def ports() -> dict[str, str]:
     """Free ones, for those of the page."""
     with ExitStack() as stack:
         free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
-        return {f"800{place}": str(listener.getsockname()[1]) for place, listener in enumerate(free)}
+        return {f"800{number}": str(listener.getsockname()[1]) for number, listener in enumerate(free)}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dic
     prepare, serve, push, canary = (elsewhere(block, ports) for block in BLOCKS["sh"][9:13])
     python(folder, BLOCKS["python"][0])
     commands(folder, prepare)
-    place = DesiredPlace(folder / "service")
+    desired_store = DesiredStore(folder / "service")
     with served(folder, serve):
         followed = f"weightswap status http://127.0.0.1:{ports['8003']} --token-file token | grep -q 'revision 1$'"
         commands(folder, f"until {followed}; do sleep 0.1; done")
@@ -104,13 +104,13 @@ def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dic
         assert "generation  1: " in said
         assert "generation  2: rollback\n" in said
         assert "serve it    1 of 1\n" in said
-        state = place.read()
+        state = desired_store.read()
         assert state.hold is not None
         assert state.hold.why == "tags are slow"
         said = commands(folder, canary)
         assert re.search(r"requests +│ 2 +│ 8 ", said), said
         assert json.loads(said[said.rindex("\n{\n") :])["receipt"]["kind"] == "rollback"
-    assert place.read().revision == state.revision + 2
+    assert desired_store.read().revision == state.revision + 2
     calls = [json.loads(line)["call"] for line in (folder / "audit.jsonl").read_text().splitlines()]
     assert calls[-6:] == ["canary", "canary", "commit", "commit", "rollback", "rollback"]
 

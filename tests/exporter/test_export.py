@@ -50,7 +50,7 @@ def test_tensors_are_classified(tmp_path: Path) -> None:
         "forward/plain",
         "forward/lifted_tensor_0",
     ]
-    sources = {source.weight: source.keys for source in manifest.adapter.sources}
+    sources = {source.weight: source.keys for source in manifest.conversion.sources}
     assert sources["embed.weight"] == ("embed.weight", "head.weight")
 
 
@@ -59,16 +59,16 @@ def test_mutated_buffers_are_state(tmp_path: Path) -> None:
     manifest = export(Counter(), methods=methods, out=tmp_path / "a.artifact").manifest
     assert {tensor.name for tensor in manifest.state} == {"steps", "mean"}
     assert {tensor.name for tensor in manifest.weights} == {"linear.weight", "linear.bias"}
-    assert manifest.adapter.ignored == ("steps",)
+    assert manifest.conversion.ignored == ("steps",)
     assert {item.kind for item in manifest.methods["peek"].inputs} == {"weight", "state"}
 
 
 def test_renaming_hooks_are_recorded_and_extra_state_is_left_out(tmp_path: Path) -> None:
     manifest = export(Renamed().eval(), (torch.zeros(1, 3),), out=tmp_path / "a.artifact").manifest
-    assert {source.weight: source.keys for source in manifest.adapter.sources} == {
+    assert {source.weight: source.keys for source in manifest.conversion.sources} == {
         f"layers.{index}.layer.{name}": (f"layers.{index}.{name}",) for index in (0, 1) for name in ("weight", "bias")
     }
-    assert manifest.adapter.ignored == ("_extra_state",)
+    assert manifest.conversion.ignored == ("_extra_state",)
 
 
 def test_the_signature_in_words(tmp_path: Path) -> None:

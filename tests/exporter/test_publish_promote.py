@@ -18,8 +18,8 @@ from weightswap_runtime import (
     Artifact,
     CheckpointError,
     DesiredError,
-    DesiredPlace,
     DesiredState,
+    DesiredStore,
     NotPromoted,
     Unsupported,
     load,
@@ -36,9 +36,9 @@ def artifact(tmp_path: Path) -> Artifact:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> DesiredPlace:
+def desired_store(tmp_path: Path) -> DesiredStore:
     (tmp_path / "run").mkdir()
-    return DesiredPlace(tmp_path / "run")
+    return DesiredStore(tmp_path / "run")
 
 
 def trained(value: float) -> nn.Module:
@@ -49,9 +49,11 @@ def trained(value: float) -> nn.Module:
     return model
 
 
-def test_what_is_published_is_desired_as_soon_as_it_is_there(artifact: Artifact, place: DesiredPlace) -> None:
-    packed = publish(trained(1.0), place.where, artifact, step=1, promote=place.where, by="run 7").wait(60)
-    state = place.read()
+def test_what_is_published_is_desired_as_soon_as_it_is_there(artifact: Artifact, desired_store: DesiredStore) -> None:
+    packed = publish(trained(1.0), desired_store.where, artifact, step=1, promote=desired_store.where, by="run 7").wait(
+        60
+    )
+    state = desired_store.read()
     assert state.weights is not None
     assert (packed.promoted, packed.refusal) == (1, "")
     assert (state.weights.weights_id, state.weights.labels, state.weights.by) == (
@@ -61,63 +63,71 @@ def test_what_is_published_is_desired_as_soon_as_it_is_there(artifact: Artifact,
     )
     assert state.weights.source == packed.path.name
     model = load(artifact)
-    with model.follow(place.where, 0.01) as follower:
+    with model.follow(desired_store.where, 0.01) as follower:
         assert follower.wait(60)
     assert torch.equal(model(X), trained(1.0)(X))
 
 
 def test_a_training_that_is_repeated_is_served_again_but_not_what_was_withdrawn(
-    artifact: Artifact, place: DesiredPlace
+    artifact: Artifact, desired_store: DesiredStore
 ) -> None:
     def published(value: float, step: int, run: str) -> Packed:
-        folder = Path(place.where) / run
+        folder = Path(desired_store.where) / run
         folder.mkdir(exist_ok=True)
-        return publish(trained(value), folder, artifact, step=step, promote=place.where, by=run).wait(60)
+        return publish(trained(value), folder, artifact, step=step, promote=desired_store.where, by=run).wait(60)
 
     for step in (1, 2):
         published(float(step), step, "run 1")
     again = published(2.0, 2, "run 2")
     assert (again.promoted, again.refusal) == (3, "")
-    weights = place.read().weights
+    weights = desired_store.read().weights
     assert weights is not None
     assert (weights.weights_id, weights.by, weights.source) == (again.weights_id, "run 2", f"run 2/{again.path.name}")
     assert published(2.0, 2, "run 2").promoted == 3
     first = published(1.0, 1, "run 2")
-    assert (first.promoted, first.refusal, place.read().weights_id) == (4, "", first.weights_id)
-    place.rollback(revision=4, by="ana", hold=False)
+    assert (first.promoted, first.refusal, desired_store.read().weights_id) == (4, "", first.weights_id)
+    desired_store.rollback(revision=4, by="ana", hold=False)
     withdrawn = published(1.0, 1, "run 3")
     assert withdrawn.promoted is None
     assert withdrawn.refusal.startswith("NotPromoted: ")
     assert "were desired by run 2, then withdrawn" in withdrawn.refusal
-    assert place.read().weights_id == again.weights_id
+    assert desired_store.read().weights_id == again.weights_id
 
 
 def test_a_hold_lets_the_training_go_on(
-    artifact: Artifact, place: DesiredPlace, caplog: pytest.LogCaptureFixture
+    artifact: Artifact, desired_store: DesiredStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "weightswap")
-    place.hold(revision=0, by="ana")
-    packed = publish(trained(1.0), place.where, artifact, step=1, promote=place.where).wait(60)
+    desired_store.hold(revision=0, by="ana")
+    packed = publish(trained(1.0), desired_store.where, artifact, step=1, promote=desired_store.where).wait(60)
     assert packed.path.exists()
     assert packed.promoted is None
     assert packed.refusal.startswith("NotPromoted: ")
     assert "was not promoted: NotPromoted" in caplog.text
 
 
-def test_only_what_is_proven_is_promoted_where_that_is_the_policy(artifact: Artifact, place: DesiredPlace) -> None:
+def test_only_what_is_proven_is_promoted_where_that_is_the_policy(
+    artifact: Artifact, desired_store: DesiredStore
+) -> None:
     def published(value: float, step: int, **options: object) -> str:
         packed = publish(
-            trained(value), place.where, artifact, step=step, promote=place.where, policy="proven", **options
+            trained(value),
+            desired_store.where,
+            artifact,
+            step=step,
+            promote=desired_store.where,
+            policy="proven",
+            **options,
         ).wait(60)  # type: ignore[arg-type]
         return packed.refusal.partition(":")[0]
 
     assert published(1.0, 1) == "NotPromoted"
     assert published(2.0, 2, goldens=GOLDENS) == ""
     assert published(torch.nan, 3) == "NonFiniteWeights"
-    assert place.read().revision == 1
+    assert desired_store.read().revision == 1
 
 
-def test_a_place_that_is_away_is_no_error_of_the_training(artifact: Artifact, tmp_path: Path) -> None:
+def test_a_desired_store_that_is_away_is_no_error_of_the_training(artifact: Artifact, tmp_path: Path) -> None:
     packed = publish(trained(1.0), tmp_path / "run", artifact, step=1, promote=tmp_path / "none").wait(60)
     assert packed.refusal.startswith("DesiredError: ")
     with pytest.raises(Unsupported, match="policy='best'"):
@@ -151,117 +161,134 @@ def test_a_service_takes_what_is_published(artifact: Artifact, tmp_path: Path) -
     assert (packed.path.exists(), len(service.taken)) == (True, 1)
 
 
-def weight_files(place: DesiredPlace) -> list[str]:
+def weight_files(desired_store: DesiredStore) -> list[str]:
     """Return the steps of published files, and the names of others, without goldens and the like."""
-    names = sorted(path.name for path in Path(place.where).glob("*.safetensors") if "goldens" not in path.name)
+    names = sorted(path.name for path in Path(desired_store.where).glob("*.safetensors") if "goldens" not in path.name)
     return [name.split("-")[1].lstrip("0") if name.startswith("step-0") else name for name in names]
 
 
-def publish_steps(artifact: Artifact, place: DesiredPlace, steps: range, keep: int | None = 2) -> list[Packed]:
+def publish_steps(artifact: Artifact, desired_store: DesiredStore, steps: range, keep: int | None = 2) -> list[Packed]:
     return [
         publish(
-            trained(float(step)), place.where, artifact, step=step, promote=place.where, keep=keep, goldens=GOLDENS
+            trained(float(step)),
+            desired_store.where,
+            artifact,
+            step=step,
+            promote=desired_store.where,
+            keep=keep,
+            goldens=GOLDENS,
         ).wait(60)
         for step in steps
     ]
 
 
-def test_older_files_go_once_the_place_can_no_longer_need_them(artifact: Artifact, place: DesiredPlace) -> None:
-    publish_steps(artifact, place, range(1, 5), keep=None)
-    assert weight_files(place) == ["1", "2", "3", "4"]
-    run = Path(place.where)
+def test_older_files_go_once_the_desired_store_can_no_longer_need_them(
+    artifact: Artifact, desired_store: DesiredStore
+) -> None:
+    publish_steps(artifact, desired_store, range(1, 5), keep=None)
+    assert weight_files(desired_store) == ["1", "2", "3", "4"]
+    run = Path(desired_store.where)
     (run / "step-000000001-0123456789ab.safetensors").write_bytes(next(run.glob("step-*4-*s")).read_bytes())
-    state = publish_steps(artifact, place, range(5, 6))
-    assert weight_files(place) == ["1", "3", "4", "5"]  # the first is not what its name says: nobody published it so
+    state = publish_steps(artifact, desired_store, range(5, 6))
+    assert weight_files(desired_store) == [
+        "1",
+        "3",
+        "4",
+        "5",
+    ]  # the first is not what its name says: nobody published it so
     assert len(list(run.glob("*.goldens.safetensors"))) == 3
-    assert place.rollback(revision=state[0].promoted or 0, hold=False).weights_id
+    assert desired_store.rollback(revision=state[0].promoted or 0, hold=False).weights_id
     model = load(artifact)
-    with model.follow(place.where, 0.01) as follower:
+    with model.follow(desired_store.where, 0.01) as follower:
         assert follower.wait(60)
     assert model.labels == {"step": "4"}
 
 
-def test_what_was_rolled_back_and_what_a_delta_needs_stay(artifact: Artifact, place: DesiredPlace) -> None:
-    first, second, third = publish_steps(artifact, place, range(1, 4), keep=None)
-    run = Path(place.where)
-    write_delta(first.path, second.path, run / "patch.safetensors")  # which the place does not know
-    place.rollback(revision=3, hold=False)
-    publish_steps(artifact, place, range(4, 8), keep=1)
+def test_what_was_rolled_back_and_what_a_delta_needs_stay(artifact: Artifact, desired_store: DesiredStore) -> None:
+    first, second, third = publish_steps(artifact, desired_store, range(1, 4), keep=None)
+    run = Path(desired_store.where)
+    write_delta(first.path, second.path, run / "patch.safetensors")  # which the desired store does not know
+    desired_store.rollback(revision=3, hold=False)
+    publish_steps(artifact, desired_store, range(4, 8), keep=1)
     assert third.path.exists()
-    assert weight_files(place) == ["patch.safetensors", "1", "2", "3", "6", "7"]
+    assert weight_files(desired_store) == ["patch.safetensors", "1", "2", "3", "6", "7"]
 
 
 def test_what_another_trainer_promotes_meanwhile_stays(
-    artifact: Artifact, place: DesiredPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifact: Artifact, desired_store: DesiredStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file appears after this trainer has read the place, with a time from before: its clock is behind."""
-    publish_steps(artifact, place, range(1, 5), keep=None)
+    """Its file appears after this trainer has read the desired store, with a time from before: its clock is behind."""
+    publish_steps(artifact, desired_store, range(1, 5), keep=None)
     late = publish(trained(6.0), tmp_path / "elsewhere", artifact, step=6, goldens=GOLDENS).wait(60).path
-    read, others = DesiredPlace.read, DesiredPlace(place.where)
+    read, others = DesiredStore.read, DesiredStore(desired_store.where)
 
-    def overtaken(self: DesiredPlace, *args: Any) -> Any:
+    def overtaken(self: DesiredStore, *args: Any) -> Any:
         state = read(self, *args)
         if late.exists() and state.weights and "000000005" in state.weights.source:
             os.utime(late, (1, 1))
-            others.promote(late.replace(Path(place.where) / late.name))
+            others.promote(late.replace(Path(desired_store.where) / late.name))
         return state
 
-    monkeypatch.setattr(DesiredPlace, "read", overtaken)
-    publish_steps(artifact, place, range(5, 6), keep=1)
-    desired = read(place).weights
+    monkeypatch.setattr(DesiredStore, "read", overtaken)
+    publish_steps(artifact, desired_store, range(5, 6), keep=1)
+    desired = read(desired_store).weights
     assert desired is not None
-    assert Path(place.locate(desired)).name == late.name
-    assert weight_files(place)[-1] == "6"
+    assert Path(desired_store.locate(desired)).name == late.name
+    assert weight_files(desired_store)[-1] == "6"
 
 
-def test_a_clock_that_was_set_back_makes_no_file_old(artifact: Artifact, place: DesiredPlace) -> None:
-    publish_steps(artifact, place, range(1, 5), keep=None)
-    waiting = publish(trained(9.0), place.where, artifact, step=9).wait(60).path
+def test_a_clock_that_was_set_back_makes_no_file_old(artifact: Artifact, desired_store: DesiredStore) -> None:
+    publish_steps(artifact, desired_store, range(1, 5), keep=None)
+    waiting = publish(trained(9.0), desired_store.where, artifact, step=9).wait(60).path
     os.utime(waiting, (1, 1))
-    publish_steps(artifact, place, range(5, 6), keep=1)
+    publish_steps(artifact, desired_store, range(5, 6), keep=1)
     assert waiting.exists()
 
 
-def test_a_delta_of_the_place_keeps_its_base(artifact: Artifact, place: DesiredPlace, tmp_path: Path) -> None:
-    first, second = publish_steps(artifact, place, range(1, 3), keep=None)
-    place.rollback(revision=2, to=first.weights_id, hold=False)
+def test_a_delta_of_the_desired_store_keeps_its_base(
+    artifact: Artifact, desired_store: DesiredStore, tmp_path: Path
+) -> None:
+    first, second = publish_steps(artifact, desired_store, range(1, 3), keep=None)
+    desired_store.rollback(revision=2, to=first.weights_id, hold=False)
     write_delta(first.path, second.path, tmp_path / "patch.safetensors")
-    place.set(tmp_path / "patch.safetensors", revision=3)
-    publish_steps(artifact, place, range(3, 6), keep=3)
-    assert weight_files(place) == ["1", "2", "3", "4", "5"]
-    publish_steps(artifact, place, range(6, 8), keep=2)
-    assert weight_files(place) == ["5", "6", "7"]
+    desired_store.set(tmp_path / "patch.safetensors", revision=3)
+    publish_steps(artifact, desired_store, range(3, 6), keep=3)
+    assert weight_files(desired_store) == ["1", "2", "3", "4", "5"]
+    publish_steps(artifact, desired_store, range(6, 8), keep=2)
+    assert weight_files(desired_store) == ["5", "6", "7"]
 
 
-@pytest.mark.parametrize("spoil", ["the place", "a file", "a hold"])
+@pytest.mark.parametrize("spoil", ["the desired store", "a file", "a hold"])
 def test_nothing_is_removed_where_it_cannot_be_decided(
     spoil: str,
     artifact: Artifact,
-    place: DesiredPlace,
+    desired_store: DesiredStore,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    publish_steps(artifact, place, range(1, 5), keep=None)
+    publish_steps(artifact, desired_store, range(1, 5), keep=None)
     caplog.set_level(logging.WARNING, "weightswap")
     if spoil == "a file":
-        (Path(place.where) / "torn.safetensors").write_bytes(b"torn")
+        (Path(desired_store.where) / "torn.safetensors").write_bytes(b"torn")
     elif spoil == "a hold":
-        place.hold(revision=4)
+        desired_store.hold(revision=4)
     else:
-        monkeypatch.setattr(DesiredPlace, "read", unreadable)
-    packed = publish_steps(artifact, place, range(5, 6), keep=1)[0]
+        monkeypatch.setattr(DesiredStore, "read", unreadable)
+    packed = publish_steps(artifact, desired_store, range(5, 6), keep=1)[0]
     assert (packed.promoted, packed.path.exists()) == (None if spoil == "a hold" else 5, True)
-    assert [name for name in weight_files(place) if name.isdigit()] == ["1", "2", "3", "4", "5"]
+    assert [name for name in weight_files(desired_store) if name.isdigit()] == ["1", "2", "3", "4", "5"]
     assert "were not removed" in caplog.text or spoil == "a hold"
 
 
-def unreadable(_: DesiredPlace) -> DesiredState:
+def unreadable(_: DesiredStore) -> DesiredState:
     raise DesiredError("away")
 
 
-def test_files_are_kept_by_number_only_where_a_place_says_which(artifact: Artifact, place: DesiredPlace) -> None:
+def test_files_are_kept_by_number_only_where_a_desired_store_says_which(
+    artifact: Artifact, desired_store: DesiredStore
+) -> None:
     for promote in (None, Service()):
-        with pytest.raises(CheckpointError, match="only a place says"):
-            publish(trained(1.0), place.where, artifact, step=1, promote=promote, keep=3)
+        with pytest.raises(CheckpointError, match="only a desired store says"):
+            publish(trained(1.0), desired_store.where, artifact, step=1, promote=promote, keep=3)
     with pytest.raises(CheckpointError, match="1 or more"):
-        publish(trained(1.0), place.where, artifact, step=1, promote=place.where, keep=0)
+        publish(trained(1.0), desired_store.where, artifact, step=1, promote=desired_store.where, keep=0)

@@ -62,7 +62,7 @@ def test_the_rows_are_those_that_a_comparison_finds(
         rows = reported(tracker)
         assert rows == differing(model, before)
         assert all(rows.values())
-        tracker.take()
+        tracker.drain()
         assert not any(reported(tracker).values())
 
 
@@ -82,7 +82,7 @@ def test_lookups_that_scale_rows_change_them_even_without_a_step() -> None:
     with torch.no_grad():
         model(torch.tensor([[7, 8], [400, 7]]))
     assert reported(tracker) == differing(model, before) == {"0.weight": [7, 8, 400]}
-    assert tracker.take()[1] == []
+    assert tracker.drain()[1] == []
 
 
 class Shifted(nn.Embedding):
@@ -96,14 +96,14 @@ def test_lookups_of_other_ids_than_those_of_the_call_do_not_hide_what_they_scale
     model = Shifted(500, 4, max_norm=0.1)
     tracker = RowTracker(model)
     model(ids=torch.tensor([7, 8]))
-    assert tracker.take()[1] == ["weight"]
+    assert tracker.drain()[1] == ["weight"]
     table = nn.Embedding(500, 4, max_norm=0.1)
     tracker = RowTracker(table)
     table.register_forward_pre_hook(lambda _, args: args[0] + 1)
     before = copies(table, tracker)
     table(torch.tensor([7, 8]))
     assert reported(tracker) == differing(table, before) == {"weight": [8, 9]}
-    assert tracker.take()[1] == []
+    assert tracker.drain()[1] == []
 
 
 def test_a_model_whose_lookups_are_watched_is_exported(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_steps_of_a_compiled_training_are_noticed() -> None:
     compiled(ids_of(model)).sum().backward()
     optimizer.step()
     assert reported(tracker) == differing(model, before)
-    assert tracker.take()[1] == []
+    assert tracker.drain()[1] == []
 
 
 def test_what_is_not_tracked_may_have_any_optimizer() -> None:
@@ -270,7 +270,7 @@ def test_marked_rows_of_any_tensor_are_reported() -> None:
     for ids in ([3, 1], torch.tensor([[9, 3]]), np.array([19], np.int32), []):
         tracker.mark("cache", ids)
     assert reported(tracker) == {"cache": [1, 3, 9, 19]}
-    rows, unknown = tracker.take()
+    rows, unknown = tracker.drain()
     tracker.mark("cache", [2])
     tracker.give_back(rows)
     assert (unknown, reported(tracker)) == ([], {"cache": [1, 2, 3, 9, 19]})
@@ -322,14 +322,14 @@ def test_changes_in_place_that_nobody_has_marked_are_noticed(change: Callable[[R
     optimizer = SGD(model.parameters(), lr=0.1)
     tracker = RowTracker(model, optimizer)
     train(model, [optimizer])
-    assert tracker.take()[1] == []
+    assert tracker.drain()[1] == []
     change(model)
     train(model, [optimizer])  # a step hides nothing
-    assert "items.weight" in tracker.take()[1]
-    assert tracker.take()[1] == []
+    assert "items.weight" in tracker.drain()[1]
+    assert tracker.drain()[1] == []
     added(model)
     tracker.mark("items.weight", [5])
-    assert tracker.take()[1] == []
+    assert tracker.drain()[1] == []
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -344,10 +344,10 @@ def test_a_hook_of_a_step_that_changes_all_rows_is_noticed(options: dict[str, bo
         model.items.weight.mul_(0.9)
 
     train(model, [optimizer])
-    assert tracker.take()[1] == []
+    assert tracker.drain()[1] == []
     (optimizer.register_step_pre_hook if when == "before" else optimizer.register_step_post_hook)(decay)
     train(model, [optimizer], 1)
-    assert tracker.take()[1] == ["items.weight"]
+    assert tracker.drain()[1] == ["items.weight"]
 
 
 def test_a_table_that_is_given_other_memory_may_have_other_values() -> None:
@@ -356,11 +356,11 @@ def test_a_table_that_is_given_other_memory_may_have_other_values() -> None:
     tracker = RowTracker(model, optimizer)
     model.half().float()  # rounds
     train(model, [optimizer])
-    assert tracker.take()[1] == ["users.weight", "items.weight"]
+    assert tracker.drain()[1] == ["users.weight", "items.weight"]
     train(model, [optimizer])
-    assert tracker.take()[1] == []
+    assert tracker.drain()[1] == []
     model.items.weight.data = torch.zeros_like(model.items.weight)
-    assert tracker.take()[1] == ["items.weight"]
+    assert tracker.drain()[1] == ["items.weight"]
 
 
 @pytest.mark.parametrize("with_closure", [True, False])
@@ -383,7 +383,7 @@ def test_a_gradient_that_is_cleared_within_a_step_is_no_sign_of_no_change(
         optimizer.step(closure)
     else:
         train(model, [optimizer], 1)
-    assert tracker.take()[1] == ["users.weight", "items.weight"]
+    assert tracker.drain()[1] == ["users.weight", "items.weight"]
 
 
 def test_a_fused_step_changes_no_table_that_has_no_gradient() -> None:
@@ -393,7 +393,7 @@ def test_a_fused_step_changes_no_table_that_has_no_gradient() -> None:
     model.users(torch.tensor([7])).sum().backward()
     optimizer.step()
     assert reported(tracker) == {"users.weight": [7], "items.weight": []}
-    assert tracker.take()[1] == []
+    assert tracker.drain()[1] == []
 
 
 OWN = {"each": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -405,13 +405,13 @@ def test_rows_of_a_step_that_has_not_ended_are_not_known(options: dict[str, bool
     optimizer = SGD(model.parameters(), lr=0.1, **options)
     tracker = RowTracker(model, optimizer)
     found = []
-    hook = optimizer.register_step_post_hook(lambda *_: found.append(tracker.take()[1]))
+    hook = optimizer.register_step_post_hook(lambda *_: found.append(tracker.drain()[1]))
     train(model, [optimizer])
     assert found == [["users.weight", "items.weight"]] * 3
     hook.remove()
-    assert tracker.take()[1] == []
+    assert tracker.drain()[1] == []
     train(model, [optimizer])
-    assert tracker.take()[1] == []
+    assert tracker.drain()[1] == []
 
 
 @pytest.mark.parametrize("again", ["taken", "stepped", "another optimizer"])
@@ -434,11 +434,11 @@ def test_rows_of_a_step_that_has_failed_are_not_known(options: dict[str, bool], 
         optimizer = SGD(model.parameters(), lr=0.1, **options)
     if again != "taken":
         train(model, [optimizer])
-    assert tracker.take()[1] == ["users.weight", "items.weight"]
+    assert tracker.drain()[1] == ["users.weight", "items.weight"]
     train(model, [optimizer])
-    tracker.take()
+    tracker.drain()
     train(model, [optimizer])
-    assert tracker.take()[1] == []
+    assert tracker.drain()[1] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -494,7 +494,7 @@ def test_a_step_with_a_closure_has_the_gradient_of_its_closure() -> None:
 
     optimizer.step(closure)
     assert reported(tracker) == differing(model, before)
-    assert tracker.take()[1] == []
+    assert tracker.drain()[1] == []
 
 
 def test_a_tracker_that_is_dropped_listens_no_more() -> None:
@@ -581,7 +581,7 @@ def test_fused_optimizers_of_torchrec_change_what_its_tracker_knows(
         before = copies(sharded.model, tracker)
         sharded.train(steps)
         assert reported(tracker) == differing(sharded.model, before)
-        rows, unknown = tracker.take()
+        rows, unknown = tracker.drain()
         assert unknown == []
         assert sum(len(each.ids) for each in rows) > 20
         assert not any(reported(tracker).values())
@@ -642,7 +642,7 @@ def test_a_tracker_of_torchrec_that_is_there_needs_our_consumer(one_process: Non
     theirs = second.model.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["checkpoints", "weightswap"]))
     tracker = RowTracker(second.model)
     second.train(2)
-    rows = tracker.take()[0]
+    rows = tracker.drain()[0]
     ids = theirs.get_unique_ids("checkpoints")
     assert {each.name: each.ids.tolist() for each in rows} == {f"{name}.weight": ids[name].tolist() for name in ids}
 

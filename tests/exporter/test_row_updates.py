@@ -25,7 +25,7 @@ from weightswap_runtime import (
     Artifact,
     BaseMismatch,
     CheckpointError,
-    DesiredPlace,
+    DesiredStore,
     DigestMismatch,
     Model,
     NonFiniteWeights,
@@ -327,20 +327,20 @@ def test_followers_take_what_is_promoted_and_a_hold_makes_the_next_file_full(
     training: Training, tmp_path: Path
 ) -> None:
     training.folder.mkdir()
-    place = DesiredPlace(training.folder)
-    training.options = {"promote": place.where, "keep": 2, "full_every": 4}
+    desired_store = DesiredStore(training.folder)
+    training.options = {"promote": desired_store.where, "keep": 2, "full_every": 4}
     served = load(training.artifact)
-    with served.follow(place.where, 0.01):
+    with served.follow(desired_store.where, 0.01):
         for _ in range(12):
             packed = training.publish(steps=1)
             assert packed.refusal == ""
             assert serves(served, packed)
             assert is_equal(served, training.model)
         assert packed.base
-        place.hold(revision=place.read().revision)
+        desired_store.hold(revision=desired_store.read().revision)
         assert training.publish().refusal.startswith("NotPromoted")
         assert not training.publish().base
-        place.release(revision=place.read().revision)
+        desired_store.release(revision=desired_store.read().revision)
         packed = training.publish()
         assert (packed.base, packed.refusal) == ("", "")
         packed = training.publish()
@@ -349,7 +349,7 @@ def test_followers_take_what_is_promoted_and_a_hold_makes_the_next_file_full(
         assert is_equal(served, training.model)
     assert packed.weights_id == training.weights_id
     fresh = load(training.artifact)
-    with fresh.follow(place.where, 0.01):
+    with fresh.follow(desired_store.where, 0.01):
         assert serves(fresh, packed)
     assert is_equal(fresh, training.model)
     names = {path.name for path in training.folder.glob("step-*.safetensors")}

@@ -206,7 +206,7 @@ def until(true: Callable[[], Any], timeout: float = 120.0) -> Any:
 
 
 def soon(work: Callable[[], Any]) -> Any:
-    """Return the result of a change; retry it while an order is open whose end a node has not heard of."""
+    """Return the result of a change; retry it while a change is open whose end a node has not heard of."""
     deadline = time.monotonic() + 120
     while True:
         try:

@@ -15,7 +15,7 @@ from weightswap_fleet import Deadlines, NodeStatus
 
 from .clusters import NODE, Deployed, calling, frozen, soon, until
 
-VICTIMS = ["keeper", "frozen keeper", "replica", "controller", "controller's process"]  # on each node, or once
+VICTIMS = ["agent", "frozen agent", "replica", "coordinator", "coordinator's process"]  # on each node, or once
 
 
 def survive(deployed: Deployed, deaths: Sequence[tuple[str, float]]) -> None:
@@ -38,10 +38,10 @@ def survive(deployed: Deployed, deaths: Sequence[tuple[str, float]]) -> None:
                 deployed.cluster.add_node(**NODE)  # another; not beside the change, as it sets handlers of signals
             time.sleep(1.0)
         assert soon(lambda: fleet.wait(120))
-        # an order whose controller died is open until its lease is over
+        # a change whose coordinator died is open until its lease is over
         receipt = soon(lambda: fleet.swap(files.weights[1]))
         until(lambda: all(client.has_seen(receipt.revision) for client in clients), 300)  # all replicas may begin again
-    # a keeper that was killed, or the controller, or the keepers of all nodes that have replicas
+    # an agent that was killed, or the coordinator, or the agents of all nodes that have replicas
     assert set(refusals) <= {"FleetRefused", "FleetUndecided", "UnknownFleet"}
     assert len({each.weights_id for each in fleet.nodes.values()}) == 1
 
@@ -52,13 +52,13 @@ def killer(deployed: Deployed, victim: str, node: NodeStatus) -> Callable[[], ob
 
     if victim == "node":
         return partial(deployed.cluster.remove_node, other_node(deployed.cluster), allow_graceful=False)
-    if victim == "controller":
-        return partial(ray.kill, controller(), no_restart=False)
-    pid = pid_of(controller()) if victim == "controller's process" else (node.keeper if "keeper" in victim else 0)
+    if victim == "coordinator":
+        return partial(ray.kill, coordinator(), no_restart=False)
+    pid = pid_of(coordinator()) if victim == "coordinator's process" else (node.agent if "agent" in victim else 0)
     pid = pid or (*node.replicas, 0)[0]
     if not pid:  # a node that does not answer
         return lambda: None
-    return partial(freeze, pid) if victim == "frozen keeper" else partial(os.kill, pid, signal.SIGKILL)
+    return partial(freeze, pid) if victim == "frozen agent" else partial(os.kill, pid, signal.SIGKILL)
 
 
 def other_node(made: Any) -> Any:
@@ -74,10 +74,10 @@ def freeze(pid: int) -> None:
         time.sleep(1.0)
 
 
-def controller() -> Any:
+def coordinator() -> Any:
     import ray
 
-    return ray.get_actor("controller:numbered", "weightswap")
+    return ray.get_actor("coordinator:numbered", "weightswap")
 
 
 def pid_of(actor: Any) -> int:

@@ -1,4 +1,4 @@
-"""Keepers of several nodes in one process, and messages to them that get lost."""
+"""Agents of several nodes in one process, and messages to them that get lost."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from tests.support.tiny import TinyArtifact
 from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
-from weightswap_fleet.documents import FleetReceipt, NodeMethods, Order, Spec
-from weightswap_fleet.node.keeper import NodeKeeper
+from weightswap_fleet.documents import DeploymentSpec, FleetReceipt, NodeMethods, PrepareRequest
+from weightswap_fleet.node.agent import NodeAgent
 from weightswap_fleet.node.memory import NodeMemory
 from weightswap_fleet.node.relay import ObjectDescription, Relay, RelayMethods
-from weightswap_runtime import DesiredPlace, Event, write_delta
+from weightswap_runtime import DesiredStore, Event, write_delta
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
-from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.format.weight_set import open_weights
 
 
@@ -32,8 +32,8 @@ SLOW = 4.0  # seconds until a slow answer is there
 SOON = Deadlines(prepare=5.0, commit=0.2)
 
 
-class MortalPlace(DesiredPlace):
-    """A place whose writer may die just before or just after its write."""
+class MortalDesiredStore(DesiredStore):
+    """A desired store whose writer may die just before or just after its write."""
 
     dies = ""
 
@@ -90,15 +90,17 @@ class Fleet:
 
     def __init__(self, folder: Path, nodes: int, patch: pytest.MonkeyPatch) -> None:
         self.tiny = TinyArtifact(folder / "tiny.artifact")
-        self.where = folder / "place"
+        self.where = folder / "desired_store"
         self.where.mkdir()
-        self.place = MortalPlace(self.where)
+        self.desired_store = MortalDesiredStore(self.where)
         self._folder = folder
         self.now = 0.0
-        self.spec = Spec("fleet", str(self.tiny.path), self.tiny.manifest.graph_id, str(self.where), "tiny", 0.0)
-        self.keepers: dict[str, NodeKeeper] = {}
+        self.spec = DeploymentSpec(
+            "fleet", str(self.tiny.path), self.tiny.manifest.graph_id, str(self.where), "tiny", 0.0
+        )
+        self.agents: dict[str, NodeAgent] = {}
         self.relays: dict[str, Relay] = {}
-        self._held: dict[str, NodeMemory] = {}  # by replicas, which outlive keepers
+        self._held: dict[str, NodeMemory] = {}  # by replicas, which outlive agents
         patch.setattr(NodeMemory, "adopt", lambda name: self._adopted(name.rpartition(".")[2]))
         self.commits: list[tuple[int, str]] = []  # the revision that replicas read just then, and the weights
         self.asked: list[str] = []  # of the nodes, method by method
@@ -109,19 +111,21 @@ class Fleet:
             self.start(f"n{number}")
 
     def start(self, node: str, deployed: bool = True) -> None:
-        """Start a keeper, the first of a node or the next. deployed: a replica has sent it the deployment."""
+        """Start an agent, the first of a node or the next. deployed: a replica has sent it the deployment."""
         relay = self.relays[node] = Relay(node, Handed(self))
-        keeper = self.keepers[node] = NodeKeeper(self.spec, node, lambda: self.now, relay)
-        keeper.model.listen(lambda event: self._note_commit(keeper, event))
+        agent = self.agents[node] = NodeAgent(self.spec, node, lambda: self.now, relay)
+        agent.model.listen(lambda event: self._note_commit(agent, event))
         if node not in self._held:
-            self._held[node] = NodeMemory.from_process("self", keeper._memory.descriptors, read_only=True)
+            self._held[node] = NodeMemory.from_process("self", agent._memory.descriptors, read_only=True)
         elif deployed:
-            keeper.deploy(self.spec)
-            keeper.reconcile()
+            agent.deploy(self.spec)
+            agent.reconcile()
 
-    def _note_commit(self, keeper: NodeKeeper, event: Event) -> None:
+    def _note_commit(self, agent: NodeAgent, event: Event) -> None:
         if event.receipt is not None:
-            self.commits.append((keeper._memory.board.revision(event.receipt.generation), event.receipt.weights_id))
+            self.commits.append(
+                (agent._memory.revision_page.revision(event.receipt.generation), event.receipt.weights_id)
+            )
 
     def _adopted(self, node: str) -> NodeMemory | None:
         held = self._held.get(node)
@@ -147,31 +151,31 @@ class Fleet:
             return weights.stamp.weights_id
 
     def close(self) -> None:
-        for keeper in self.keepers.values():
-            keeper.close()
+        for agent in self.agents.values():
+            agent.close()
         for memory in self._held.values():
             memory.close()
 
     def served(self) -> dict[str, str | None]:
-        return {node: keeper.model.weights_id for node, keeper in self.keepers.items()}
+        return {node: agent.model.weights_id for node, agent in self.agents.items()}
 
     def swap(
         self, what: int | str | Path, by: str = "ana", reason: str = "", deadlines: Deadlines = SOON
     ) -> FleetReceipt:
         """Swap the weights of all nodes: those of a number, a file, or a URL."""
         where = str(self.file(what) if isinstance(what, int) else what)
-        return Agreement(self.place, self).swap(where, known_weights(where), by, reason, deadlines)
+        return Agreement(self.desired_store, self).swap(where, known_weights(where), by, reason, deadlines)
 
-    def order(self, number: int, is_rollback: bool = False) -> Order:
-        """Return an order for the weights of a number."""
+    def request(self, number: int, is_rollback: bool = False) -> PrepareRequest:
+        """Return a change for the weights of a number."""
         path = str(self.file(number))
         weights = DesiredWeights(source=path, weights_id=self.weights_id(number), since=0.0, by="ana")
-        return Order(f"order {number}", self.place.read().revision, path, weights, 10.0, is_rollback)
+        return PrepareRequest(f"change {number}", self.desired_store.read().revision, path, weights, 10.0, is_rollback)
 
     # as `agreement.Nodes`
 
     def names(self) -> list[str]:
-        return [node for node in self.keepers if node not in self.gone]
+        return [node for node in self.agents if node not in self.gone]
 
     def call(
         self,
@@ -190,13 +194,13 @@ class Fleet:
         fate = self.fate(method, node)
         if fate == "lost" or node in self.gone:
             return TimeoutError(f"{node}: did not answer")
-        keeper: NodeMethods = self.keepers[node]
+        agent: NodeMethods = self.agents[node]
         try:
-            answer = getattr(keeper, method)(*arguments, **options)
+            answer = getattr(agent, method)(*arguments, **options)
         except Exception as error:
             answer = error
         if method == "reconcile_soon":
-            self.keepers[node].reconcile()
+            self.agents[node].reconcile()
         is_late = timeout < SLOW if fate == "slow" else bool(fate)
         return TimeoutError(f"{node}: did not answer") if is_late else answer
 
@@ -205,9 +209,9 @@ class Fleet:
 def serving_zero(folder: Path, nodes: int, patch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """Nodes that serve number 0, at revision 1."""
     made = Fleet(folder, nodes, patch)
-    made.place.set(made.file(0), revision=0)
-    for keeper in made.keepers.values():
-        keeper.reconcile()
+    made.desired_store.set(made.file(0), revision=0)
+    for agent in made.agents.values():
+        agent.reconcile()
     made.asked.clear()
     made.commits.clear()
     yield made

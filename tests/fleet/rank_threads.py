@@ -11,11 +11,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from tests.support.ports import free_port
 from tests.support.ranks import split_artifact, write_goldens, write_set
 from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
-from weightswap_fleet.documents import FleetReceipt, NodeMethods, Spec
+from weightswap_fleet.documents import DeploymentSpec, FleetReceipt, NodeMethods
 from weightswap_fleet.node.ranks import Rank, open_first
-from weightswap_fleet.node.ranks_keeper import RanksKeeper
-from weightswap_runtime import DesiredPlace
-from weightswap_runtime.following.place import known_weights
+from weightswap_fleet.node.ranks_agent import RanksAgent
+from weightswap_runtime import DesiredStore
+from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.format.manifest import decode_manifest
 
 P = ParamSpec("P")
@@ -25,7 +25,7 @@ R = TypeVar("R")
 class ThreadOthers:
     """The second rank of a replica, as a thread."""
 
-    def __init__(self, spec: Spec, address: str) -> None:
+    def __init__(self, spec: DeploymentSpec, address: str) -> None:
         self._pool = ThreadPoolExecutor(1)
         self.rank = self._pool.submit(Rank, spec, address, 1)
         self.told: list[str] = []
@@ -36,7 +36,7 @@ class ThreadOthers:
         arguments = self.before(method.__name__, arguments)
         return self._pool.submit(lambda: method(self.rank.result(), *arguments))
 
-    def tell(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> None:
+    def send(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> None:
         self._send(method, *arguments)
 
     def ask(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> list[R]:
@@ -51,24 +51,24 @@ class Replicas:
     """Replicas of two ranks, their place, and files by their seeds. It is the `agreement.Nodes` of these replicas."""
 
     def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
-        self.folder, self.where = folder, folder / "place"
+        self.folder, self.where = folder, folder / "desired_store"
         self.where.mkdir()
         artifact = split_artifact(folder / "two.artifact")
         manifest = decode_manifest((artifact / "manifest.json").read_bytes(), "two")
-        self.spec = Spec("fleet", str(artifact), manifest.graph_id, str(self.where), "two", 0.0, ranks=2)
-        self.place = DesiredPlace(self.where)
-        self.place.set(self.file(0), revision=0)
-        self.keepers: dict[str, RanksKeeper] = {}
+        self.spec = DeploymentSpec("fleet", str(artifact), manifest.graph_id, str(self.where), "two", 0.0, ranks=2)
+        self.desired_store = DesiredStore(self.where)
+        self.desired_store.set(self.file(0), revision=0)
+        self.agents: dict[str, RanksAgent] = {}
         self.others: dict[str, ThreadOthers] = {}
         for name in names:
             self.start(name)
 
-    def start(self, name: str) -> RanksKeeper:
+    def start(self, name: str) -> RanksAgent:
         address = f"tcp://127.0.0.1:{free_port()}"
         others = self.others[name] = ThreadOthers(self.spec, address)
         model = open_first(self.spec, address, others)
-        keeper = self.keepers[name] = RanksKeeper(self.spec, name, model, others)
-        return keeper
+        agent = self.agents[name] = RanksAgent(self.spec, name, model, others)
+        return agent
 
     def file(self, seed: int) -> Path:
         path = self.folder / f"{seed}.safetensors"
@@ -90,20 +90,22 @@ class Replicas:
 
     def served(self) -> set[str | None]:
         """The weights of all ranks of all replicas."""
-        first = {keeper.model.weights_id for keeper in self.keepers.values()}
+        first = {agent.model.weights_id for agent in self.agents.values()}
         return first | {state.weights_id for others in self.others.values() for state in others.ask(Rank.state)}
 
     def swap(self, path: Path) -> FleetReceipt:
         deadlines = Deadlines(prepare=60.0, commit=10.0)
-        return Agreement(self.place, self).swap(str(path), known_weights(path), "ana", "", deadlines)
+        return Agreement(self.desired_store, self).swap(str(path), known_weights(path), "ana", "", deadlines)
 
     def rollback(self) -> FleetReceipt:
-        return Agreement(self.place, self).rollback(None, "eve", "", False, Deadlines(prepare=60.0, commit=10.0))
+        return Agreement(self.desired_store, self).rollback(
+            None, "eve", "", False, Deadlines(prepare=60.0, commit=10.0)
+        )
 
     # as `agreement.Nodes`
 
     def names(self) -> list[str]:
-        return list(self.keepers)
+        return list(self.agents)
 
     def call(
         self,
@@ -116,16 +118,16 @@ class Replicas:
         answers: dict[str, R | Exception] = {}
         for name in names:
             try:
-                answers[name] = getattr(self.keepers[name], method.__name__)(*arguments)
+                answers[name] = getattr(self.agents[name], method.__name__)(*arguments)
             except Exception as error:
                 answers[name] = error
             if method.__name__ == "reconcile_soon":
-                self.keepers[name].reconcile()
+                self.agents[name].reconcile()
         return answers
 
     def close(self) -> None:
-        for keeper in self.keepers.values():
-            keeper.close()
+        for agent in self.agents.values():
+            agent.close()
         for others in self.others.values():
             with suppress(Exception):
                 others.close()

@@ -15,7 +15,7 @@ from weightswap_fleet.coordinator.agreement import Agreement
 from weightswap_fleet.errors import FleetRefused, FleetUndecided, UnknownFleet
 from weightswap_runtime import DesiredError, DigestMismatch, NothingToRollBack, NotPromoted, RevisionConflict
 from weightswap_runtime.errors import NoWeights, Unsupported
-from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.following.desired_store import known_weights
 
 from .nodes import SOON, Fleet
 
@@ -23,7 +23,7 @@ from .nodes import SOON, Fleet
 def test_too_long_a_reason_is_refused_before_anything_is_asked(fleet: Fleet) -> None:
     fleet.swap(1)
     fleet.asked.clear()
-    agreement, path, why = Agreement(fleet.place, fleet), fleet.file(2), "x" * 5000
+    agreement, path, why = Agreement(fleet.desired_store, fleet), fleet.file(2), "x" * 5000
     for change in (
         lambda: agreement.swap(str(path), known_weights(path), "ana", why, SOON),
         lambda: agreement.publish(str(path), known_weights(path), "ana", why, SOON),
@@ -31,7 +31,7 @@ def test_too_long_a_reason_is_refused_before_anything_is_asked(fleet: Fleet) -> 
     ):
         with pytest.raises(Unsupported, match="why: has 5000 characters"):
             change()
-    assert (fleet.asked, fleet.place.read().revision) == ([], 2)
+    assert (fleet.asked, fleet.desired_store.read().revision) == ([], 2)
 
 
 def test_the_reasons_of_all_come_back_together(fleet: Fleet) -> None:
@@ -43,7 +43,7 @@ def test_the_reasons_of_all_come_back_together(fleet: Fleet) -> None:
             ("n0", "n1"), DigestMismatch
         )
         assert str(refused.value).count("DigestMismatch") == len(refused.value.problems) == 2
-    assert (fleet.served(), fleet.place.read().revision) == (served, 1)
+    assert (fleet.served(), fleet.desired_store.read().revision) == (served, 1)
 
 
 def test_who_does_not_answer_refuses_and_who_has_gone_does_not(fleet: Fleet) -> None:
@@ -51,7 +51,7 @@ def test_who_does_not_answer_refuses_and_who_has_gone_does_not(fleet: Fleet) -> 
     with pytest.raises(FleetRefused, match="n1: TimeoutError") as refused:
         fleet.swap(1)
     assert list(refused.value.reasons) == ["n1"]
-    assert fleet.keepers["n0"].status().preparing == ""
+    assert fleet.agents["n0"].status().preparing == ""
 
     def goes(method: str, node: str) -> str:
         if node == "n1":
@@ -61,10 +61,10 @@ def test_who_does_not_answer_refuses_and_who_has_gone_does_not(fleet: Fleet) -> 
     fleet.fate = goes
     receipt = fleet.swap(1)
     assert (list(receipt.nodes), receipt.late) == (["n0"], {})
-    assert fleet.keepers["n0"].model.weights_id == receipt.weights_id
+    assert fleet.agents["n0"].model.weights_id == receipt.weights_id
 
 
-def test_who_was_not_told_is_asked_to_look_or_is_late(fleet: Fleet) -> None:
+def test_who_was_not_told_is_asked_to_poll_or_is_late(fleet: Fleet) -> None:
     fleet.fate = lambda method, node: "lost" if (method, node) == ("commit", "n1") else ""
     receipt = fleet.swap(1)
     assert receipt.late == {}
@@ -83,17 +83,17 @@ def test_a_coordinator_that_stalls_for_longer_than_the_lease_decides_nothing(fle
         nonlocal now
         if method == "renew" and stalls == "before it asks":
             fleet.now += 100.0
-            for keeper in fleet.keepers.values():
-                keeper.reconcile()
+            for agent in fleet.agents.values():
+                agent.reconcile()
         elif method == "renew":
             now += 100.0
         return ""
 
     fleet.fate, path = stall, fleet.file(1)
-    with pytest.raises(FleetRefused, match="n0: StageClosed: n0: has discarded the order"):
-        Agreement(fleet.place, fleet, lambda: now).swap(str(path), known_weights(path), "ana", "", SOON)
-    assert fleet.place.read().revision == 1
-    assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
+    with pytest.raises(FleetRefused, match="n0: StageClosed: n0: has discarded the change"):
+        Agreement(fleet.desired_store, fleet, lambda: now).swap(str(path), known_weights(path), "ana", "", SOON)
+    assert fleet.desired_store.read().revision == 1
+    assert {agent.status().preparing for agent in fleet.agents.values()} == {""}
 
 
 def test_a_busy_node_may_take_its_time_to_say_that_it_is_ready(fleet: Fleet) -> None:
@@ -102,17 +102,17 @@ def test_a_busy_node_may_take_its_time_to_say_that_it_is_ready(fleet: Fleet) -> 
     assert fleet.swap(1).late == {}
 
 
-def test_an_order_is_renewed_until_it_is_decided(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The place may take longer than the lease."""
+def test_a_change_is_renewed_until_it_is_decided(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The desired store may take longer than the lease."""
     monkeypatch.setattr(agreement, "_RENEW", 0.01)
-    renewed, decide = threading.Event(), fleet.place.set
+    renewed, decide = threading.Event(), fleet.desired_store.set
 
     def slow(*arguments, **options):  # type: ignore[no-untyped-def]
         fleet.fate = lambda method, node: renewed.set() or "" if method == "renew" else ""  # type: ignore[func-returns-value]
         assert renewed.wait(30)
         return decide(*arguments, **options)
 
-    monkeypatch.setattr(fleet.place, "set", slow)
+    monkeypatch.setattr(fleet.desired_store, "set", slow)
     assert fleet.swap(1).late == {}
 
 
@@ -121,56 +121,56 @@ def test_whether_a_write_that_failed_was_done_is_looked_up(
     fleet: Fleet, written: bool, held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """held: an operator has written a hold since."""
-    decide = fleet.place.set
+    decide = fleet.desired_store.set
 
     def fails(*arguments, **options):  # type: ignore[no-untyped-def]
         if written:
             decide(*arguments, **options)
         if held:
-            fleet.place.hold(revision=fleet.place.read().revision)
+            fleet.desired_store.hold(revision=fleet.desired_store.read().revision)
         raise DesiredError("the bucket said nothing")
 
-    monkeypatch.setattr(fleet.place, "set", fails)
+    monkeypatch.setattr(fleet.desired_store, "set", fails)
     if written:
         assert fleet.swap(1).late == {}
     else:
         with pytest.raises(DesiredError, match="said nothing"):
             fleet.swap(1)
-        assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
+        assert {agent.status().preparing for agent in fleet.agents.values()} == {""}
     assert set(fleet.served().values()) == {fleet.weights_id(int(written))}
 
 
-def test_what_nobody_can_look_up_is_undecided(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_can_poll_up_is_undecided(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     away = fleet.where.with_name("away")
 
     def vanishes(*arguments, **options):  # type: ignore[no-untyped-def]
         fleet.where.rename(away)
         raise DesiredError("the bucket said nothing")
 
-    monkeypatch.setattr(fleet.place, "set", vanishes)
+    monkeypatch.setattr(fleet.desired_store, "set", vanishes)
     with pytest.raises(FleetUndecided, match="keep reading it until it answers"):
         fleet.swap(1)
-    assert all(keeper.status().preparing for keeper in fleet.keepers.values())
+    assert all(agent.status().preparing for agent in fleet.agents.values())
     away.rename(fleet.where)
     fleet.now += 100.0
-    for keeper in fleet.keepers.values():
-        keeper.reconcile()
+    for agent in fleet.agents.values():
+        agent.reconcile()
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
 
 
 def test_a_rollback_of_all(fleet: Fleet) -> None:
     fleet.swap(1)
-    receipt = Agreement(fleet.place, fleet).rollback(None, "bo", "worse", True, SOON)
+    receipt = Agreement(fleet.desired_store, fleet).rollback(None, "bo", "worse", True, SOON)
     assert (receipt.kind, receipt.weights_id, receipt.by) == ("rollback", fleet.weights_id(0), "bo")
     assert all(each.resident for each in receipt.nodes.values())
-    state = fleet.place.read()
+    state = fleet.desired_store.read()
     assert (state.revision, state.hold.by if state.hold else "", state.withdrawn[0].weights_id) == (
         3,
         "bo",
         fleet.weights_id(1),
     )
     with pytest.raises(NothingToRollBack):
-        Agreement(fleet.place, fleet).rollback(None, "bo", "", True, SOON)
+        Agreement(fleet.desired_store, fleet).rollback(None, "bo", "", True, SOON)
 
 
 def test_a_rollback_of_all_needs_no_file_where_all_have_the_weights_in_memory(fleet: Fleet) -> None:
@@ -178,15 +178,15 @@ def test_a_rollback_of_all_needs_no_file_where_all_have_the_weights_in_memory(fl
     fleet.swap(1)
     fleet.swap(2)
     fleet.file(1).rename(fleet.where / "away")
-    receipt = Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
+    receipt = Agreement(fleet.desired_store, fleet).rollback(None, "bo", "", False, SOON)
     assert {each.resident for each in receipt.nodes.values()} == {True}
     assert (set(fleet.served().values()), receipt.late) == ({receipt.weights_id}, {})
     fleet.start("n2")
     with pytest.raises(NoWeights, match=r"v1\.safetensors: cannot be opened"):
-        fleet.keepers["n2"].attach(os.getpid(), fleet.spec)
+        fleet.agents["n2"].attach(os.getpid(), fleet.spec)
     (fleet.where / "away").rename(fleet.file(0).with_name("v1.safetensors"))
-    fleet.keepers["n2"].attach(os.getpid(), fleet.spec)
-    assert fleet.keepers["n2"].model.weights_id == receipt.weights_id
+    fleet.agents["n2"].attach(os.getpid(), fleet.spec)
+    assert fleet.agents["n2"].model.weights_id == receipt.weights_id
 
 
 def test_a_rollback_of_all_is_refused_where_one_has_to_read_a_file_that_has_gone(fleet: Fleet) -> None:
@@ -194,64 +194,64 @@ def test_a_rollback_of_all_is_refused_where_one_has_to_read_a_file_that_has_gone
     fleet.start("n2")
     fleet.file(0).unlink()
     with pytest.raises(FleetRefused, match=r"n2: .*v0\.safetensors: cannot be opened") as refused:
-        Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
+        Agreement(fleet.desired_store, fleet).rollback(None, "bo", "", False, SOON)
     assert list(refused.value.reasons) == ["n2"]
     assert set(fleet.served().values()) == {fleet.weights_id(1)}
 
 
 def desire(fleet: Fleet, source: Path) -> None:
     """Make weights desired by hand, unverified, and let all nodes look."""
-    fleet.place.set(source, revision=fleet.place.read().revision)
-    for keeper in fleet.keepers.values():
-        keeper.reconcile()
+    fleet.desired_store.set(source, revision=fleet.desired_store.read().revision)
+    for agent in fleet.agents.values():
+        agent.reconcile()
 
 
 def test_a_rollback_of_all_to_what_is_refused_writes_nothing(fleet: Fleet) -> None:
     """Each node says which weights it has refused, until it serves them after all."""
     desire(fleet, damaged := fleet.damaged(1))
     desire(fleet, fleet.file(2))
-    bad, before = fleet.weights_id(1), fleet.place.read()
+    bad, before = fleet.weights_id(1), fleet.desired_store.read()
     for to in (None, bad[:12]):
         with pytest.raises(FleetRefused) as refused:
-            Agreement(fleet.place, fleet).rollback(to, "bo", "", True, SOON)
+            Agreement(fleet.desired_store, fleet).rollback(to, "bo", "", True, SOON)
         assert {type(error) for error in refused.value.reasons.values()} == {DigestMismatch}
-        assert fleet.place.read() == before
+        assert fleet.desired_store.read() == before
     assert set(fleet.served().values()) == {fleet.weights_id(2)}
-    status = fleet.keepers["n0"].status()
+    status = fleet.agents["n0"].status()
     assert (list(status.refused), status.error, status.preparing) == ([bad], "", "")
     assert "digest" in status.refused[bad]
 
     damaged.write_bytes(fleet.file(1).read_bytes())
-    receipt = Agreement(fleet.place, fleet).rollback(bad, "bo", "", True, SOON)
+    receipt = Agreement(fleet.desired_store, fleet).rollback(bad, "bo", "", True, SOON)
     assert set(fleet.served().values()) == {receipt.weights_id} == {bad}
-    assert fleet.keepers["n0"].status().refused == {}
+    assert fleet.agents["n0"].status().refused == {}
 
 
 @pytest.mark.parametrize("change", ["swap", "publish", "rollback"])
 def test_where_no_node_is_left_nothing_is_decided(change: str, fleet: Fleet) -> None:
     """Whether all have gone before, or while they verify."""
     fleet.swap(1)
-    before = fleet.place.read()
+    before = fleet.desired_store.read()
 
     def all_go(method: str, node: str) -> str:
-        fleet.gone.update(fleet.keepers)
+        fleet.gone.update(fleet.agents)
         return "lost"
 
     fleet.fate = all_go
     changes: dict[str, Callable[[], object]] = {
         "swap": lambda: fleet.swap(2),
         "publish": lambda: publish(fleet, 2),
-        "rollback": lambda: Agreement(fleet.place, fleet).rollback(None, "bo", "", True, SOON),
+        "rollback": lambda: Agreement(fleet.desired_store, fleet).rollback(None, "bo", "", True, SOON),
     }
     for _ in range(2):
         with pytest.raises(UnknownFleet, match="nothing was written"):
             changes[change]()
-        assert fleet.place.read() == before
+        assert fleet.desired_store.read() == before
 
 
 def publish(fleet: Fleet, number: int):  # type: ignore[no-untyped-def]
     path = fleet.file(number)
-    return Agreement(fleet.place, fleet).publish(str(path), known_weights(path), "run 7", "newest", SOON)
+    return Agreement(fleet.desired_store, fleet).publish(str(path), known_weights(path), "run 7", "newest", SOON)
 
 
 def test_what_a_trainer_publishes_all_serve_unless_an_operator_has_said_otherwise(fleet: Fleet) -> None:
@@ -260,10 +260,10 @@ def test_what_a_trainer_publishes_all_serve_unless_an_operator_has_said_otherwis
     assert set(fleet.served().values()) == {fleet.weights_id(1)}
     again = publish(fleet, 1)
     assert (again.kind, again.revision, again.late) == ("none", 2, {})
-    assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
+    assert {agent.status().preparing for agent in fleet.agents.values()} == {""}
     receipt = publish(fleet, 0)  # a training that was repeated
     assert (receipt.kind, receipt.revision, receipt.late) == ("publish", 3, {})
-    Agreement(fleet.place, fleet).rollback(fleet.weights_id(1), "bo", "", True, SOON)
+    Agreement(fleet.desired_store, fleet).rollback(fleet.weights_id(1), "bo", "", True, SOON)
     fleet.asked.clear()
     with pytest.raises(NotPromoted, check=because("superseded"), match="then withdrawn"):
         publish(fleet, 0)
@@ -278,16 +278,16 @@ def test_an_operator_who_says_so_while_a_trainer_publishes_is_obeyed(fleet: Flee
     def meanwhile(method: str, node: str) -> str:
         if (method, node) == ("prepare", "n1"):
             if what == "hold":
-                fleet.place.hold(revision=1, by="bo")
+                fleet.desired_store.hold(revision=1, by="bo")
             else:
-                fleet.place.set(fleet.file(3), revision=1, by="bo")
+                fleet.desired_store.set(fleet.file(3), revision=1, by="bo")
         return ""
 
     fleet.fate = meanwhile
     with pytest.raises(NotPromoted if what == "hold" else RevisionConflict):
         publish(fleet, 2)
-    assert fleet.place.read().revision == 2
-    for keeper in fleet.keepers.values():
-        assert keeper.status().preparing == ""
-        keeper.reconcile()
+    assert fleet.desired_store.read().revision == 2
+    for agent in fleet.agents.values():
+        assert agent.status().preparing == ""
+        agent.reconcile()
     assert set(fleet.served().values()) == {fleet.weights_id(0 if what == "hold" else 3)}

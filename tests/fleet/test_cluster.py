@@ -26,12 +26,12 @@ from tests.support.refusals import because
 from tests.support.servers import WebServer
 from weightswap_exporter import publish
 from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided
-from weightswap_runtime import DesiredPlace
+from weightswap_runtime import DesiredStore
 from weightswap_runtime.errors import DesiredError, DigestMismatch, NothingToRollBack, NotPromoted, WeightFileError
-from weightswap_runtime.following.place import LOCK, known_weights
+from weightswap_runtime.following.desired_store import LOCK, known_weights
 
 from .clusters import INPUT, Deployed, Numbered, calling, frozen, soon, until
-from .deaths import VICTIMS, controller, pid_of, survive
+from .deaths import VICTIMS, coordinator, pid_of, survive
 
 pytestmark = [
     needs("ray"),
@@ -42,7 +42,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _all_are_there(deployed: Deployed) -> None:
-    """Wait for keepers that a test before has killed: until their replicas come back they take no change."""
+    """Wait for agents that a test before has killed: until their replicas come back they take no change."""
     assert deployed[0].wait(60)
 
 
@@ -161,29 +161,29 @@ def test_metrics_are_the_fleet_s_whoever_is_asked(deployed: Deployed) -> None:
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(deaths=st.lists(st.tuples(st.sampled_from(VICTIMS), st.floats(0.0, 0.3)), min_size=2, max_size=4))
-@example(deaths=[("keeper", 0.01), ("replica", 0.02), ("controller", 0.03), ("frozen keeper", 0.01)])
-@example(deaths=[("controller's process", 0.01)])
+@example(deaths=[("agent", 0.01), ("replica", 0.02), ("coordinator", 0.03), ("frozen agent", 0.01)])
+@example(deaths=[("coordinator's process", 0.01)])
 def test_whoever_is_killed_or_does_not_answer(deployed: Deployed, deaths: list[tuple[str, float]]) -> None:
     """By kill -9 or for a second, anywhere in a change."""
     survive(deployed, deaths)
 
 
 @pytest.mark.parametrize("phase", ["prepare", "decide", "commit"])
-@pytest.mark.parametrize("victim", ["controller", "replica"])
+@pytest.mark.parametrize("victim", ["coordinator", "replica"])
 def test_who_is_killed_in_each_phase(deployed: Deployed, victim: str, phase: str) -> None:
-    """By kill -9. What was decided is what all serve; of a controller clients notice nothing, and the next is there.
+    """By kill -9. What was decided is what all serve; of a coordinator clients notice nothing, and the next is there.
 
-    What it does next is kept from happening: its nodes wait for a web server; it waits for the place's lock; its nodes
-    do not run while the lock is let go.
+    What it does next is kept from happening: its nodes wait for a web server; it waits for the desired store's lock;
+    its nodes do not run while the lock is let go.
     """
     fleet, files, _ = deployed
     soon(lambda: fleet.swap(files.weights[1]))
     before, nodes = fleet.desired, list(fleet.nodes.values())
-    pid = pid_of(controller())
+    pid = pid_of(coordinator())
     with calling(deployed) as clients, WebServer() as web, ThreadPoolExecutor(1) as pool, ExitStack() as held:
         url = web.put("2.safetensors", files.weights[2].read_bytes())
         known_weights(url)
-        asked, go = 2 * len(web.requests), threading.Event()  # by this process, and by the controller
+        asked, go = 2 * len(web.requests), threading.Event()  # by this process, and by the coordinator
         web.fault = lambda handler, _: phase == "prepare" and len(web.requests) > asked and not go.wait(60)
         lock = held.enter_context(locked(files.folder))
         change = pool.submit(fleet.swap, url)
@@ -192,11 +192,11 @@ def test_who_is_killed_in_each_phase(deployed: Deployed, victim: str, phase: str
             until(lambda: has_open(pid, files.folder / LOCK))
         if phase == "commit":
             for node in nodes:
-                held.enter_context(frozen(node.keeper))
+                held.enter_context(frozen(node.agent))
             fcntl.flock(lock, fcntl.LOCK_UN)
-            until(lambda: DesiredPlace(files.folder).read().revision > before.revision)
-        os.kill(pid if victim == "controller" else max(each.replicas for each in nodes)[0], signal.SIGKILL)
-        if victim == "controller":
+            until(lambda: DesiredStore(files.folder).read().revision > before.revision)
+        os.kill(pid if victim == "coordinator" else max(each.replicas for each in nodes)[0], signal.SIGKILL)
+        if victim == "coordinator":
             assert isinstance(change.exception(60), FleetUndecided)
         held.close()
         go.set()
@@ -209,9 +209,9 @@ def test_who_is_killed_in_each_phase(deployed: Deployed, victim: str, phase: str
         receipt = soon(lambda: fleet.swap(files.weights[3]))
         assert receipt.late == {}
         until(lambda: all(client.has_seen(receipt.revision) for client in clients))
-    if victim == "controller":
+    if victim == "coordinator":
         assert [client.failures for client in clients] == [[], []]
-        assert pid_of(controller()) != pid
+        assert pid_of(coordinator()) != pid
 
 
 def has_open(pid: int, path: Path) -> bool:
@@ -237,7 +237,7 @@ def test_a_node_that_does_not_answer_refuses_and_its_replicas_answer_on(deployed
     fleet.swap(files.weights[1])
     before = fleet.desired
     node = min(fleet.nodes.values(), key=lambda each: each.node)
-    with calling(deployed) as clients, frozen(node.keeper):
+    with calling(deployed) as clients, frozen(node.agent):
         with pytest.raises(FleetRefused) as refused:
             fleet.swap(files.weights[2], deadlines=Deadlines(prepare=5.0))
         assert {name: type(error) for name, error in refused.value.reasons.items()} == {node.node: TimeoutError}
@@ -257,10 +257,10 @@ def test_a_node_that_has_missed_a_commit_is_asked_nothing_until_it_has_caught_up
     with locked(files.folder) as lock, ThreadPoolExecutor(1) as pool:
         change = pool.submit(fleet.swap, files.weights[2], deadlines=deadlines)
         until(lambda: all(each.preparing for each in fleet.nodes.values()))
-        until(lambda: has_open(pid_of(controller()), files.folder / LOCK))
+        until(lambda: has_open(pid_of(coordinator()), files.folder / LOCK))
         nodes = [each for each in fleet.nodes.values() if each.replicas]
         assert len(nodes) > 1
-        with frozen(nodes[0].keeper):
+        with frozen(nodes[0].agent):
             fcntl.flock(lock, fcntl.LOCK_UN)
             receipt = change.result(120)
             assert set(receipt.late) == {nodes[0].node}
@@ -280,11 +280,11 @@ def asked_for_nothing(times: int) -> set[str]:
     return found
 
 
-def test_waiting_until_keepers_have_begun_again(deployed: Deployed) -> None:
+def test_waiting_until_agents_have_begun_again(deployed: Deployed) -> None:
     fleet, files, _ = deployed
     receipt = soon(lambda: fleet.swap(files.weights[1]))
     for node in fleet.nodes.values():
-        os.kill(node.keeper, signal.SIGKILL)
+        os.kill(node.agent, signal.SIGKILL)
     assert fleet.wait(180)
     assert {each.weights_id for each in fleet.nodes.values()} == {receipt.weights_id}
 
@@ -311,13 +311,13 @@ def test_a_url_is_read_by_one_node(deployed: Deployed) -> None:
         receipt = fleet.swap(web.put("7.safetensors", content))
         assert len(receipt.nodes) >= 2
         assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {7}
-        assert len(content) <= web.sent < 3 * len(content)  # by the controller, and by a node
-        place = DesiredPlace(files.folder)
-        place.set(files.weights[1], revision=place.read().revision)
+        assert len(content) <= web.sent < 3 * len(content)  # by the coordinator, and by a node
+        desired_store = DesiredStore(files.folder)
+        desired_store.set(files.weights[1], revision=desired_store.read().revision)
         assert fleet.wait(30)
 
 
-def test_a_place_that_is_away_is_waited_for(deployed: Deployed) -> None:
+def test_a_desired_store_that_is_away_is_waited_for(deployed: Deployed) -> None:
     """All serve on; nothing is changed, and what an operator does elsewhere is done when it is there again."""
     fleet, files, _ = deployed
     soon(lambda: fleet.swap(files.weights[3]))
@@ -332,8 +332,8 @@ def test_a_place_that_is_away_is_waited_for(deployed: Deployed) -> None:
             assert all(each.error for each in fleet.nodes.values())
         finally:
             away.rename(files.folder)
-        place = DesiredPlace(files.folder)
-        place.set(files.weights[4], revision=place.read().revision)
+        desired_store = DesiredStore(files.folder)
+        desired_store.set(files.weights[4], revision=desired_store.read().revision)
         assert fleet.wait(30)
     assert [client.failures for client in clients] == [[], []]
     assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {4}
@@ -384,7 +384,7 @@ def test_a_hold_stops_promotions_alone(deployed: Deployed, tmp_path: Path) -> No
     fleet, files, _ = deployed
     fleet.hold(by="ana")
     with pytest.raises(NotPromoted, check=because("held")):
-        DesiredPlace(files.folder).promote(files.write(11))  # never desired before
+        DesiredStore(files.folder).promote(files.write(11))  # never desired before
     assert fleet.swap(files.weights[4]).late == {}
     fleet.release()
 

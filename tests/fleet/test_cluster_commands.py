@@ -43,17 +43,17 @@ def run(*arguments: object, status: int = 0) -> str:
 
 
 def test_the_life_of_a_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightswap_fleet.coordinator.controller import find_spec
+    from weightswap_fleet.coordinator.actors import find_spec
 
     for module in (fleet, fleet_cluster):
         monkeypatch.setattr(module, "cluster", _connected_already)
     files = Files(tmp_path, 2)
-    (place := tmp_path / "damaged").mkdir()
+    (desired_store := tmp_path / "damaged").mkdir()
     content = bytearray(files.weights[0].read_bytes())
     content[-1] ^= 1
-    (place / "0.safetensors").write_bytes(content)
+    (desired_store / "0.safetensors").write_bytes(content)
     with cluster(1, cpus=1):
-        said = run("deploy", files.artifact, "--weights", place / "0.safetensors", "--name", "never", status=1)
+        said = run("deploy", files.artifact, "--weights", desired_store / "0.safetensors", "--name", "never", status=1)
         assert "the file records the digest" in said
         assert "Traceback" not in said
         assert "\\n" not in said

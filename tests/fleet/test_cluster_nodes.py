@@ -19,7 +19,7 @@ DEATHS = st.lists(st.tuples(st.sampled_from(VICTIMS), st.floats(0.0, 0.3)), max_
 
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(after=st.floats(0.0, 0.3), deaths=DEATHS)
-@example(after=0.02, deaths=[("controller's process", 0.01)])
+@example(after=0.02, deaths=[("coordinator's process", 0.01)])
 def test_a_node_that_is_lost_and_replaced(deployed: Deployed, after: float, deaths: list[tuple[str, float]]) -> None:
     """Anywhere in a change."""
     survive(deployed, [("node", after), *deaths])

@@ -95,9 +95,9 @@ def test_a_delta_is_tried_and_promoted_and_stays(deployed: Deployed, monkeypatch
         receipt = fleet.promote()
         assert (receipt.late, files.number(receipt.weights_id)) == ({}, 2)
         assert files.number(fleet.swap(other).weights_id) == 3
-        keeper = next(iter(fleet.nodes.values())).keeper
-        os.kill(keeper, signal.SIGKILL)
-        until(lambda: keeper not in {each.keeper for each in fleet.nodes.values()} and fleet.wait(1))
+        agent = next(iter(fleet.nodes.values())).agent
+        os.kill(agent, signal.SIGKILL)
+        until(lambda: agent not in {each.agent for each in fleet.nodes.values()} and fleet.wait(1))
     assert [files.number(base.weights_id) for base in fleet.desired.weights.bases] == [1, 2]
     serving(deployed, 1)
 
@@ -108,8 +108,8 @@ def test_over_http(deployed: Deployed) -> None:
     fleet.canary(files.weights[2], share=0.0, abort_if=NEVER)
     body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 8], "data": INPUT.tolist()}]}
     found = []
-    for wish in ("1", "0"):
-        headers = {"content-type": "application/json", "X-Weightswap-Canary": wish}
+    for routing in ("1", "0"):
+        headers = {"content-type": "application/json", "X-Weightswap-Canary": routing}
         url = "http://127.0.0.1:8000/v2/models/numbered/infer"
         with urllib.request.urlopen(
             urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30
@@ -184,9 +184,9 @@ def test_whole_nodes_answer_with_it(deployed: Deployed) -> None:
     fleet.abort()
 
 
-@pytest.mark.parametrize("victim", ["controller", "keeper", "replica"])
+@pytest.mark.parametrize("victim", ["coordinator", "agent", "replica"])
 def test_whoever_is_killed(deployed: Deployed, victim: str) -> None:
-    """The next controller leads on; a node whose keeper dies serves what is desired; no answer is wrong."""
+    """The next coordinator leads on; a node whose agent dies serves what is desired; no answer is wrong."""
     import ray
 
     fleet, files, _ = deployed
@@ -195,13 +195,13 @@ def test_whoever_is_killed(deployed: Deployed, victim: str) -> None:
         fleet.canary(files.weights[2], share=0.5, abort_if=NEVER)
         until(lambda: fleet.trial.values["requests"] >= 20)
         node = max(fleet.nodes.values(), key=lambda each: len(each.replicas))
-        if victim == "controller":
-            ray.kill(ray.get_actor("controller:numbered", "weightswap"), no_restart=False)
+        if victim == "coordinator":
+            ray.kill(ray.get_actor("coordinator:numbered", "weightswap"), no_restart=False)
         else:
-            os.kill(node.keeper if victim == "keeper" else node.replicas[0], signal.SIGKILL)
+            os.kill(node.agent if victim == "agent" else node.replicas[0], signal.SIGKILL)
         report = until(lambda: found if (found := fleet.trial) is not None and not found.outcome else None)
         assert files.number(report.weights_id) == 2
-        until(lambda: len(fleet.nodes) == len(fleet.trial.shares) + (victim == "keeper"))
+        until(lambda: len(fleet.nodes) == len(fleet.trial.shares) + (victim == "agent"))
         before = fleet.trial.values["requests"]
         until(lambda: fleet.trial.values["requests"] > before)
         receipt = soon(fleet.promote)

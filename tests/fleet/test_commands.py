@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.support.packages import needs
 from weightswap_fleet import Deadlines, FleetPlan, FleetRefused
 from weightswap_fleet.coordinator.agreement import DEADLINES
-from weightswap_fleet.documents import NodeStatus, Spec
+from weightswap_fleet.documents import DeploymentSpec, NodeStatus
 from weightswap_runtime.errors import Unsupported, WeightsMismatch
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
 from weightswap_tools.commands import fleet as canary_commands
@@ -111,7 +111,7 @@ def test_what_was_withdrawn_or_refused_is_called_that(monkeypatch: pytest.Monkey
     one, two, three = ("1" * 64, "2" * 64, "3" * 64)
     weights = {each: DesiredWeights(source=f"v{each[0]}", weights_id=each, since=0.0) for each in (one, two, three)}
     state = DesiredState(revision=5, weights=weights[one], history=(weights[two],), withdrawn=(weights[three],))
-    spec = Spec("fleet", "a", "", "place", "tiny", 0.0)
+    spec = DeploymentSpec("fleet", "a", "", "desired_store", "tiny", 0.0)
     node = NodeStatus.unknown("n0", spec, "")._replace(
         weights_id=one, replicas=(7,), refused={two: "v2: refused\n  - bias: 5 NaN"}
     )
@@ -129,7 +129,7 @@ def test_what_was_withdrawn_or_refused_is_called_that(monkeypatch: pytest.Monkey
         ({"n0": ("1", 1), "n1": ("1", 1)}, 2, "2 of 2 replicas"),
         ({"n0": ("1", 1), "n1": ("2", 1)}, 2, "1 of 2 replicas"),
         ({"n0": ("1", 1)}, 2, "1 of 2 replicas"),  # the other waits for a machine
-        ({"n0": ("1", 1), "n1": ("2", 0)}, 1, "1 of 1 replica"),  # a keeper that is behind
+        ({"n0": ("1", 1), "n1": ("2", 0)}, 1, "1 of 1 replica"),  # an agent that is behind
         ({"n0": ("1", 0)}, 0, "0 of 0 replicas"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_fleet_agrees_if_all_its_replicas_serve_what_is_desired(
     nodes: dict[str, tuple[str, int]], replicas: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = DesiredState(revision=1, weights=DesiredWeights(source="v1", weights_id="1" * 64, since=0.0))
-    spec = Spec("fleet", "a", "", "place", "tiny", 0.0)
+    spec = DeploymentSpec("fleet", "a", "", "desired_store", "tiny", 0.0)
     known = {
         name: NodeStatus.unknown(name, spec, "")._replace(weights_id=digit * 64, replicas=tuple(range(count)))
         for name, (digit, count) in nodes.items()

@@ -1,4 +1,4 @@
-"""Deltas that a fleet takes: operators at once, keepers that begin again, chains, and nodes that come in between."""
+"""Deltas that a fleet takes: operators at once, agents that begin again, chains, and nodes that come in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightswap_fleet.errors import FleetRefused
 from weightswap_runtime import BaseMismatch, DigestMismatch, RevisionConflict, write_delta
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.following import desired_state
-from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.sources.byte_source import LocalFile
 
 from .nodes import SOON, Fleet
@@ -54,17 +54,19 @@ def test_a_delta_is_laid_over_what_a_node_serves_and_a_new_node_reads_its_base_f
     for new in (1, 2):
         receipt = fleet.swap(fleet.delta(new - 1, new))
         assert (receipt.kind, receipt.late, receipt.weights_id) == ("swap", {}, fleet.weights_id(new))
-    assert {keeper.model.history[-1].kind for keeper in fleet.keepers.values()} == {"delta"}
-    fleet.place.set(write_delta(fleet.file(2), fleet.file(3), fleet.where / "d2-3.safetensors").path, revision=3)
+    assert {agent.model.history[-1].kind for agent in fleet.agents.values()} == {"delta"}
+    fleet.desired_store.set(
+        write_delta(fleet.file(2), fleet.file(3), fleet.where / "d2-3.safetensors").path, revision=3
+    )
     read.clear()
-    for keeper in fleet.keepers.values():
-        keeper.reconcile()
+    for agent in fleet.agents.values():
+        agent.reconcile()
     assert set(fleet.served().values()) == {fleet.weights_id(3)}
     assert "v2.safetensors" not in read
     assert read.pop("d2-3.safetensors")
     read.clear()
     fleet.start("n2")
-    assert fleet.keepers["n2"].model.weights_id == fleet.weights_id(3)
+    assert fleet.agents["n2"].model.weights_id == fleet.weights_id(3)
     assert set(read) >= {"v0.safetensors", "d0-1.safetensors", "d1-2.safetensors", "d2-3.safetensors"}
     assert fleet.commits[-1] == (4, fleet.weights_id(3))  # nothing in between was served
 
@@ -73,12 +75,12 @@ def test_a_node_that_serves_others_than_a_delta_starts_from_reads_them_too(fleet
     """It serves none of them meanwhile."""
     fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "reconcile_soon"} else ""
     fleet.swap(1)
-    fleet.keepers["n1"].discard(fleet.keepers["n1"]._order.order.id)  # type: ignore[union-attr]
+    fleet.agents["n1"].discard(fleet.agents["n1"]._requested.request.id)  # type: ignore[union-attr]
     fleet.fate = lambda method, node: ""
     fleet.commits.clear()
     assert fleet.swap(fleet.delta(1, 2)).late == {}
     assert fleet.commits == [(3, fleet.weights_id(2))] * 2
-    assert not Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON).late
+    assert not Agreement(fleet.desired_store, fleet).rollback(None, "bo", "", False, SOON).late
     assert set(fleet.served().values()) == {fleet.weights_id(1)}
 
 
@@ -91,11 +93,11 @@ def test_a_delta_from_other_weights_is_refused_before_anything_is_asked(fleet: F
     wrong = known_weights(path)._replace(base=fleet.weights_id(0))
     fleet.file(2)
     with pytest.raises(FleetRefused) as refused:
-        Agreement(fleet.place, fleet).swap(str(path), wrong, "ana", "", SOON)
+        Agreement(fleet.desired_store, fleet).swap(str(path), wrong, "ana", "", SOON)
     assert {name: type(error) for name, error in refused.value.reasons.items()} == dict.fromkeys(
         ("n0", "n1"), BaseMismatch
     )
-    assert fleet.place.read().revision == 1
+    assert fleet.desired_store.read().revision == 1
 
 
 def test_a_damaged_delta_is_refused_by_all(fleet: Fleet) -> None:
@@ -145,13 +147,13 @@ def test_of_two_operators_at_once_one_is_refused(
     winner = fleet.weights_id(1 if first_serves else 2)
     assert fleet.commits == [(2, winner)] * 2
     assert set(fleet.served().values()) == {winner}
-    assert fleet.place.read().revision == 2
+    assert fleet.desired_store.read().revision == 2
 
 
 @pytest.mark.parametrize("when", ["renew", "commit"])
 @pytest.mark.parametrize("base_is_there", [True, False])
-def test_a_keeper_that_begins_again_before_it_commits_a_delta(fleet: Fleet, when: str, base_is_there: bool) -> None:
-    """Before the decision no node changes; after it the next keeper, with the base in memory, reads the delta."""
+def test_an_agent_that_begins_again_before_it_commits_a_delta(fleet: Fleet, when: str, base_is_there: bool) -> None:
+    """Before the decision no node changes; after it the next agent, with the base in memory, reads the delta."""
     path = fleet.delta(0, 1)
     if not base_is_there:
         fleet.file(0).rename(fleet.where / "away")
@@ -160,13 +162,13 @@ def test_a_keeper_that_begins_again_before_it_commits_a_delta(fleet: Fleet, when
         with pytest.raises(FleetRefused) as refused:
             fleet.swap(path)
         assert {name: type(error) for name, error in refused.value.reasons.items()} == {"n0": StageClosed}
-        assert (fleet.commits, fleet.place.read().revision) == ([], 1)
+        assert (fleet.commits, fleet.desired_store.read().revision) == ([], 1)
     else:
         receipt = fleet.swap(path)
         assert (receipt.late, receipt.nodes["n0"].committed_at) == ({}, None)
         assert fleet.commits == [(2, receipt.weights_id)] * 2
-        assert {keeper.model.history[-1].kind for keeper in fleet.keepers.values()} == {"delta"}
-    assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
+        assert {agent.model.history[-1].kind for agent in fleet.agents.values()} == {"delta"}
+    assert {agent.status().preparing for agent in fleet.agents.values()} == {""}
 
 
 @pytest.mark.parametrize("when", ["prepare", "renew", "commit", "status"])
@@ -177,7 +179,7 @@ def test_a_node_that_joins_while_a_delta_is_agreed_on(fleet: Fleet, when: str) -
     receipt = fleet.swap(path)
     assert (set(receipt.nodes), receipt.late) == ({"n0", "n1"}, {})
     assert fleet.served() == dict.fromkeys(("n0", "n1", "n2"), receipt.weights_id)
-    assert {keeper.status().revision for keeper in fleet.keepers.values()} == {2}
+    assert {agent.status().revision for agent in fleet.agents.values()} == {2}
 
 
 def test_a_node_that_joins_and_cannot_read_the_base_is_late_and_serves_nothing_old(fleet: Fleet) -> None:
@@ -188,7 +190,7 @@ def test_a_node_that_joins_and_cannot_read_the_base_is_late_and_serves_nothing_o
     assert set(receipt.nodes) == {"n0", "n1"}
     assert list(receipt.late) == ["n2"]
     assert "v0.safetensors: cannot be opened" in receipt.late["n2"]
-    assert fleet.keepers["n2"].model.weights_id is None
+    assert fleet.agents["n2"].model.weights_id is None
 
 
 def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +199,7 @@ def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet, m
     for new in range(1, MOST_BASES + 1):
         assert fleet.swap(fleet.delta(new - 1, new)).late == {}
     fleet.start("n2")
-    assert len(fleet.keepers["n2"].model.history) == 1  # nothing in between was served
+    assert len(fleet.agents["n2"].model.history) == 1  # nothing in between was served
     assert set(fleet.served().values()) == {fleet.weights_id(MOST_BASES)}
     last = MOST_BASES + 1
     fleet.asked.clear()
@@ -206,5 +208,5 @@ def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet, m
     assert fleet.asked == []
     assert fleet.swap(fleet.file(last)).late == {}
     assert fleet.swap(fleet.delta(last, last + 1)).late == {}
-    assert not Agreement(fleet.place, fleet).rollback(fleet.weights_id(MOST_BASES), "bo", "", False, SOON).late
+    assert not Agreement(fleet.desired_store, fleet).rollback(fleet.weights_id(MOST_BASES), "bo", "", False, SOON).late
     assert set(fleet.served().values()) == {fleet.weights_id(MOST_BASES)}

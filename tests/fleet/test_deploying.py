@@ -16,8 +16,8 @@ import weightswap_fleet
 from tests.support.packages import needs
 from tests.support.ranks import split_artifact, write_goldens, write_set
 from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_fleet.documents import Spec
-from weightswap_runtime import DesiredPlace, DigestMismatch, NonFiniteWeights, Unsupported, WeightFileError
+from weightswap_fleet.documents import DeploymentSpec
+from weightswap_runtime import DesiredStore, DigestMismatch, NonFiniteWeights, Unsupported, WeightFileError
 from weightswap_runtime.errors import GraphMismatch, NoWeights, RanksRefused, StagingBusy
 
 from .nodes import Fleet
@@ -49,10 +49,10 @@ def test_odd_options(options: dict[str, Any], why: str, tiny: TinyArtifact, weig
     weights = weight_file(1)
     with pytest.raises(Unsupported, match=why):
         deployment(tiny.path, weights, **options)
-    assert DesiredPlace(weights.parent).read().weights is None
+    assert DesiredStore(weights.parent).read().weights is None
 
 
-def test_weights_or_a_place(tiny: TinyArtifact, tmp_path: Path) -> None:
+def test_weights_or_a_desired_store(tiny: TinyArtifact, tmp_path: Path) -> None:
     from weightswap_fleet import deployment
 
     with pytest.raises(Unsupported, match="a fleet needs weights"):
@@ -67,7 +67,7 @@ def test_weights_are_where_nothing_is_desired_yet(tiny: TinyArtifact, weight_fil
     first, second = weight_file(1), weight_file(2)
     for weights in (first, second):
         deployment(tiny.path, weights)
-        desired = DesiredPlace(first.parent).read()
+        desired = DesiredStore(first.parent).read()
         assert desired.revision == 1
         assert desired.weights is not None
         assert Path(first.parent / desired.weights.source) == first
@@ -79,7 +79,7 @@ def test_weights_of_another_graph_are_not_desired(tiny: TinyArtifact, tmp_path: 
     weights = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64)
     with pytest.raises(GraphMismatch, match="packed for another graph, 000000000000; the artifact has "):
         deployment(tiny.path, weights)
-    assert DesiredPlace(tmp_path).read().weights is None
+    assert DesiredStore(tmp_path).read().weights is None
 
 
 def test_weights_that_no_replica_would_serve_are_not_desired(
@@ -95,30 +95,30 @@ def test_weights_that_no_replica_would_serve_are_not_desired(
     for weights, error in ((nan, NonFiniteWeights), (damaged, DigestMismatch)):
         with pytest.raises(error):
             deployment(tiny.path, weights)
-        assert DesiredPlace(tmp_path).read().weights is None
+        assert DesiredStore(tmp_path).read().weights is None
     deployment(tiny.path, nan, allow_nonfinite="bias")
-    assert DesiredPlace(tmp_path).read().weights is not None
+    assert DesiredStore(tmp_path).read().weights is not None
 
 
-def test_a_place_of_another_graph_is_refused(tiny: TinyArtifact, tmp_path: Path) -> None:
+def test_a_desired_store_of_another_graph_is_refused(tiny: TinyArtifact, tmp_path: Path) -> None:
     from weightswap_fleet import deployment
 
-    DesiredPlace(tmp_path).set(
+    DesiredStore(tmp_path).set(
         tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64), revision=0
     )
     with pytest.raises(GraphMismatch, match="the desired weights"):
         deployment(tiny.path, follow=tmp_path)
-    assert DesiredPlace(tmp_path).read().revision == 1
+    assert DesiredStore(tmp_path).read().revision == 1
 
 
-def test_a_place_where_nothing_is_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
+def test_a_desired_store_where_nothing_is_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
     from weightswap_fleet import deployment
 
     with pytest.raises(NoWeights, match="nothing is desired there yet"):
         deployment(tiny.path, follow=tmp_path)
 
 
-def test_a_place_that_is_not_there(tiny: TinyArtifact, tmp_path: Path) -> None:
+def test_a_desired_store_that_is_not_there(tiny: TinyArtifact, tmp_path: Path) -> None:
     from weightswap_fleet import deployment
 
     with pytest.raises(Unsupported, match="nowhere: not a directory; make it"):
@@ -126,17 +126,17 @@ def test_a_place_that_is_not_there(tiny: TinyArtifact, tmp_path: Path) -> None:
 
 
 def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a while each node has a keeper of an earlier place or graph, which is left out."""
-    from weightswap_fleet.coordinator import controller as actors
+    """For a while each node has an agent of an earlier desired store or graph, which is left out."""
+    from weightswap_fleet.coordinator import actors
 
     fleet = Fleet(tmp_path, 2, monkeypatch)
-    now = [keeper.status() for keeper in fleet.keepers.values()]
-    before = [each._replace(spec=each.spec._replace(place="/elsewhere", since=-1.0)) for each in now]
+    now = [agent.status() for agent in fleet.agents.values()]
+    before = [each._replace(spec=each.spec._replace(desired_store="/elsewhere", since=-1.0)) for each in now]
     answers = {
-        actors.keeper_name(each.spec, each.node): each if known else TimeoutError("late")
+        actors.agent_name(each.spec, each.node): each if known else TimeoutError("late")
         for each, known in ((before[0], True), (before[1], False), (now[0], True), (now[1], False))
     }
-    monkeypatch.setattr(actors, "_keepers", lambda fleet: list(answers))
+    monkeypatch.setattr(actors, "_agents", lambda fleet: list(answers))
     monkeypatch.setattr(actors, "_call", lambda *arguments, **options: list(answers.values()))
     first, silent = actors.statuses("fleet")
     assert first == now[0]
@@ -149,18 +149,18 @@ def test_who_waits_for_a_change_waits_no_longer_than_for_its_own(
     tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a change does not begin once its caller has given up."""
+    from weightswap_fleet.coordinator.actors import Coordinator
     from weightswap_fleet.coordinator.agreement import Deadlines
-    from weightswap_fleet.coordinator.controller import Controller
 
-    monkeypatch.setattr(Controller, "_lead", lambda controller: None)
-    controller, deadlines = Controller("fleet"), Deadlines(prepare=0.01)
-    with controller._exclusively(time.monotonic(), Deadlines()) as left:
+    monkeypatch.setattr(Coordinator, "_lead", lambda coordinator: None)
+    coordinator, deadlines = Coordinator("fleet"), Deadlines(prepare=0.01)
+    with coordinator._exclusively(time.monotonic(), Deadlines()) as left:
         assert left.prepare <= Deadlines().prepare
-        for change in (controller.swap, controller.publish):
+        for change in (coordinator.swap, coordinator.publish):
             with pytest.raises(StagingBusy, match=r"fleet: another change took all of the 0\.01 s"):
                 change(str(weight_file(1)), "ana", "", deadlines)
         with pytest.raises(StagingBusy):
-            controller.promote("ana", "", deadlines)
+            coordinator.promote("ana", "", deadlines)
 
 
 def test_a_deployment_counts_also_where_the_clock_is_behind(
@@ -169,31 +169,31 @@ def test_a_deployment_counts_also_where_the_clock_is_behind(
     from weightswap_fleet import UnknownFleet, deploying
 
     ahead = time.time() + 3600.0
-    known = Spec("fleet", str(tiny.path), tiny.manifest.graph_id, str(tmp_path), "tiny", ahead)
+    known = DeploymentSpec("fleet", str(tiny.path), tiny.manifest.graph_id, str(tmp_path), "tiny", ahead)
     monkeypatch.setattr(deploying, "find_spec", lambda name: known)
     assert deploying._since("fleet") < ahead  # there is no cluster that could be asked
     monkeypatch.setattr(deploying.ray, "is_initialized", lambda: True)
     assert deploying._since("fleet") > ahead
 
-    def unknown(name: str) -> Spec:
+    def unknown(name: str) -> DeploymentSpec:
         raise UnknownFleet(name)
 
     monkeypatch.setattr(deploying, "find_spec", unknown)
     assert 0 < deploying._since("fleet") < ahead
 
 
-def test_a_replica_whose_model_failed_says_so_also_without_a_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_whose_model_failed_says_so_also_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.exceptions import RayError
 
     from weightswap_fleet import StaleReplica, replica
 
-    def gone(spec: Spec) -> None:
+    def gone(spec: DeploymentSpec) -> None:
         raise RayError
 
-    monkeypatch.setattr(replica, "keeper_of_this_node", gone)
-    spec = Spec("fleet", "a", "", "place", "tiny", 0.0)
-    seat = SimpleNamespace(check=lambda: replica._KeptSeat.check(SimpleNamespace(_spec=spec)))
-    one = SimpleNamespace(_spec=spec, _model=SimpleNamespace(failed=""), _seat=seat)
+    monkeypatch.setattr(replica, "agent_of_this_node", gone)
+    spec = DeploymentSpec("fleet", "a", "", "desired_store", "tiny", 0.0)
+    attachment = SimpleNamespace(check=lambda: replica._NodeAttachment.check(SimpleNamespace(_spec=spec)))
+    one = SimpleNamespace(_spec=spec, _model=SimpleNamespace(failed=""), _attachment=attachment)
     asyncio.run(replica.Replica.check_health(one))
     one._model.failed = "an arena is half written"
     with pytest.raises(StaleReplica, match="the model of this replica has failed"):
@@ -228,7 +228,7 @@ def test_ranks_are_those_of_the_artifact(ranks: int, options: dict[str, Any], wh
     artifact, weights = split_artifact(tmp_path / "two"), write_set(tmp_path / "1.safetensors", 1)
     with pytest.raises(Unsupported, match=why):
         deployment(artifact, weights, ranks=ranks, **options)
-    assert DesiredPlace(tmp_path).read().weights is None
+    assert DesiredStore(tmp_path).read().weights is None
 
 
 def test_an_artifact_for_one_process_has_no_ranks(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
@@ -252,11 +252,11 @@ def test_first_weights_of_ranks_are_tried_on_all_of_them(tmp_path: Path) -> None
     write_goldens(wrong, 2, outputs_of=1)
     with pytest.raises(RanksRefused, match="rank 1: GoldenMismatch"):
         deployment(artifact, wrong, ranks=2)
-    assert DesiredPlace(tmp_path).read().weights is None
+    assert DesiredStore(tmp_path).read().weights is None
     deployed = deployment(
         artifact, write_set(tmp_path / "3.safetensors", 3), ranks=2, ray_actor_options={"num_cpus": 2}
     )
     options = deployed._bound_deployment._replica_config
     assert options.placement_group_bundles == [{"CPU": 2}] * 2
     assert options.placement_group_strategy == "STRICT_PACK"
-    assert DesiredPlace(tmp_path).read().revision == 1
+    assert DesiredStore(tmp_path).read().revision == 1

@@ -21,11 +21,11 @@ def test_a_replica_that_was_paused_over_two_commits_claims_no_revision_of_others
         def generation(self) -> int:
             return next(self.generations, 1)
 
-    class Board:
+    class RevisionPage:
         def revision(self, generation: int) -> int:
             return {0: 3, 1: 2}[generation]  # 1 was that of generation 0, whose arena gets that of 2
 
-    assert Freshness(cast("Any", Board()), cast("Any", Paused())).revision == 2
+    assert Freshness(cast("Any", RevisionPage()), cast("Any", Paused())).revision == 2
 
 
 def test_a_client_that_goes_back_under_one_revision_is_found() -> None:

@@ -1,4 +1,4 @@
-"""The memory of a node beside real processes: who has it is found, who has ended gives his seat back."""
+"""The memory of a node beside real processes: who has it is found, who has ended gives its slot back."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_memory_is_found_in_whoever_has_it_and_is_the_same(tiny: TinyArtifact, h
     assert NodeMemory.adopt(name) is None
     memory = NodeMemory.create(weights, 2, name)
     assert NodeMemory.adopt(name) is None  # this process is no other
-    memory.board.set_revision(1, 7)
+    memory.revision_page.set_revision(1, 7)
     process = holder(memory)
     assert NodeMemory.is_held_by(process.pid, name)
     assert not NodeMemory.is_held_by(process.pid, f"{name}.other")
     memory.close()
     again = NodeMemory.adopt(name)
     assert again is not None
-    assert (again.board.revision(1), again.board.revision(0)) == (7, 0)
+    assert (again.revision_page.revision(1), again.revision_page.revision(0)) == (7, 0)
     Control(again.segment.control).commit(1)
     again.close()
 
@@ -108,35 +108,35 @@ def test_who_was_killed_holds_nothing_and_has_no_seat(tiny: TinyArtifact, holder
     control = Control(memory.segment.control)
     taken = Slots(control, lambda pid: NodeMemory.is_held_by(pid, name))
     first, second = holder(memory), holder(memory)
-    slots = [taken.take(process.pid) for process in (first, second)]
+    slots = [taken.assign(process.pid) for process in (first, second)]
     for slot, process in zip(slots, (first, second), strict=True):
-        control.take_slot(slot, process.pid)
+        control.fill_slot(slot, process.pid)
         control.hold(slot, 1)
     with pytest.raises(Unsupported, match="2 replicas on one node"):
-        taken.take(os.getpid())
+        taken.assign(os.getpid())
     assert taken.processes == (first.pid, second.pid)
     first.send_signal(signal.SIGKILL)
     first.wait()
     taken.sweep()
     assert (taken.processes, control.holders(1)) == ((second.pid,), [second.pid])
     third = holder(memory)
-    assert taken.take(third.pid) == slots[0]
+    assert taken.assign(third.pid) == slots[0]
     third.kill()
     third.wait()
     with pytest.raises(Unsupported, match="no process"):
-        taken.take(first.pid)
+        taken.assign(first.pid)
     taken.close()
     memory.close()
 
 
-def test_the_next_keeper_knows_who_sits_there(tiny: TinyArtifact, holder: Start, name: str) -> None:
+def test_the_next_agent_knows_who_sits_there(tiny: TinyArtifact, holder: Start, name: str) -> None:
     """It watches living replicas, and empties the slots of dead ones, even if their pid is in use again."""
     memory = NodeMemory.create(tiny.manifest.weights, 3, name)
     control = Control(memory.segment.control)
     living, dead = holder(memory), holder(memory)
     strange = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     for slot, process in enumerate((living, dead, strange)):
-        control.take_slot(slot, process.pid)
+        control.fill_slot(slot, process.pid)
         control.hold(slot, 0)
     dead.kill()
     dead.wait()

@@ -32,7 +32,7 @@ def read(text: str, name: str) -> dict[Labels, float]:
 
 
 def test_replicas_are_added_up_and_those_that_have_ended_stay(fleet: Fleet) -> None:
-    metrics = NodeMetrics("tiny", fleet.keepers["n0"].model)
+    metrics = NodeMetrics("tiny", fleet.agents["n0"].model)
     for pid, requests in ((1, 3), (2, 4), (1, 5)):
         metrics.update(pid, replica("w", requests))
     assert sum(read(metrics.text(), "weightswap_server_requests_total").values()) == 9
@@ -46,8 +46,8 @@ def test_replicas_are_added_up_and_those_that_have_ended_stay(fleet: Fleet) -> N
 
 
 def test_all_nodes_are_in_one_text(fleet: Fleet) -> None:
-    for node, keeper in fleet.keepers.items():
-        keeper._metrics.update(1, replica("w", 2 if node == "n0" else 7))
+    for node, agent in fleet.agents.items():
+        agent._metrics.update(1, replica("w", 2 if node == "n0" else 7))
     fleet.swap(1)
     answers = fleet.call(fleet.names(), 1.0, NodeMethods.metrics)
     text = joined({node: answer for node, answer in answers.items() if isinstance(answer, str)})
@@ -61,6 +61,6 @@ def test_all_nodes_are_in_one_text(fleet: Fleet) -> None:
 
 
 def test_who_has_no_seat_is_not_counted(fleet: Fleet) -> None:
-    keeper = fleet.keepers["n0"]
-    keeper.report(1, replica("w", 2), fleet.spec)
-    assert read(keeper.metrics(), "weightswap_server_requests_total") == {}
+    agent = fleet.agents["n0"]
+    agent.report(1, replica("w", 2), fleet.spec)
+    assert read(agent.metrics(), "weightswap_server_requests_total") == {}

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from tests.support.browser import FAINT, NAMELESS, browser
 from weightswap_fleet.coordinator.agreement import FleetTrial
-from weightswap_fleet.documents import FleetPlan, NodeStatus, TrialOrder, TrialReport
+from weightswap_fleet.documents import FleetPlan, NodeStatus, TrialReport, TrialRequest
 from weightswap_fleet.errors import UnknownFleet
 from weightswap_fleet.fleet_page import page_app
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
@@ -31,9 +31,9 @@ HOSTS = ["127.0.0.1"]
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """Three nodes that serve number 0, at revision 1."""
     made = Fleet(tmp_path, 3, monkeypatch)
-    made.place.set(made.file(0), revision=0, by="ana", why="the first")
-    for keeper in made.keepers.values():
-        keeper.reconcile()
+    made.desired_store.set(made.file(0), revision=0, by="ana", why="the first")
+    for agent in made.agents.values():
+        agent.reconcile()
     yield made
     made.close()
 
@@ -50,13 +50,13 @@ class Watched:
 
     @property
     def desired(self) -> DesiredState:
-        return self._fleet.place.read()
+        return self._fleet.desired_store.read()
 
     @property
     def nodes(self) -> dict[str, NodeStatus]:
         if self.problem is not None:
             raise self.problem
-        return {name: keeper.status()._replace(replicas=(100, 101)) for name, keeper in self._fleet.keepers.items()}
+        return {name: agent.status()._replace(replicas=(100, 101)) for name, agent in self._fleet.agents.items()}
 
 
 @contextmanager
@@ -72,10 +72,10 @@ def served(watched: Watched) -> Iterator[str]:
         thread.join()
 
 
-def a_trial(fleet: Fleet, number: int) -> TrialOrder:
+def a_trial(fleet: Fleet, number: int) -> TrialRequest:
     path, weights_id = fleet.file(number), fleet.weights_id(number)
     weights = DesiredWeights(source=str(path), weights_id=weights_id, since=time.time(), by="bo")
-    return TrialOrder("a trial", str(path), weights, FleetPlan(share=0.25))
+    return TrialRequest("a trial", str(path), weights, FleetPlan(share=0.25))
 
 
 def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fleet: Fleet, browser: Any) -> None:
@@ -100,17 +100,17 @@ def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fl
         page.wait_for_function("() => document.querySelectorAll('.replicas li.mark').length === 2")
         ids = page.locator("section[aria-labelledby=nodes] tbody code").all_inner_texts()
         assert [shown == receipt.weights_id[:12] for shown in ids] == [True, False, True]
-        fleet.keepers["n1"].reconcile()
+        fleet.agents["n1"].reconcile()
         page.get_by_text("all serve what is desired", exact=True).wait_for()
         assert page.get_by_text("later").count() == 2
         assert page.title() == "tagger: revision 2 · weightswap"
         page.locator("section[aria-labelledby=history]").get_by_text("desired before").wait_for()
-        fleet.place.set(fleet.damaged(4), revision=2)
-        for keeper in fleet.keepers.values():
-            keeper.reconcile()
-        fleet.place.rollback(revision=3, hold=False)
-        for keeper in fleet.keepers.values():
-            keeper.reconcile()
+        fleet.desired_store.set(fleet.damaged(4), revision=2)
+        for agent in fleet.agents.values():
+            agent.reconcile()
+        fleet.desired_store.rollback(revision=3, hold=False)
+        for agent in fleet.agents.values():
+            agent.reconcile()
         withdrawn = page.locator("section[aria-labelledby=history] tr").filter(has_text=fleet.weights_id(4)[:12])
         withdrawn.get_by_text("withdrawn").wait_for()
         withdrawn.get_by_text("refused by n1: ").wait_for()
@@ -123,7 +123,7 @@ def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fl
         assert page.locator("section[aria-labelledby=nodes]").get_by_text("tries ").count() == 3
         tried = page.locator("section[aria-labelledby=canary]")
         tried.get_by_text("answers 25 %").wait_for()
-        assert tried.locator("code").first.inner_text() == trial.order.weights.weights_id[:12]
+        assert tried.locator("code").first.inner_text() == trial.request.weights.weights_id[:12]
         trial.end()
         watched.trial = trial.report("aborted", "errors > 0.01")
         page.locator("section[aria-labelledby=trial]").get_by_text("errors > 0.01").wait_for()
@@ -148,4 +148,4 @@ def test_it_answers_to_no_other_name_and_changes_nothing(fleet: Fleet) -> None:
     assert (page.status_code, "page/fleet.js" in page.text) == (200, True)
     assert "script-src 'self'" in page.headers["content-security-policy"]
     assert client.post("/fleet/events").status_code == 405
-    assert client.get("/page/../keeper.py").status_code == 404
+    assert client.get("/page/../agent.py").status_code == 404

@@ -1,6 +1,6 @@
-"""The protocol of a fleet: messages that are lost, coordinators and keepers that die, operators, outages, trials.
+"""The protocol of a fleet: messages that are lost, coordinators and agents that die, operators, outages, trials.
 
-What was decided is what the place says; a revision stands for one set of weights, on each node, at each time.
+What was decided is what the desired store says; a revision stands for one set of weights, on each node, at each time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from weightswap_fleet.coordinator.agreement import Agreement, Deadlines, FleetTrial
-from weightswap_fleet.documents import FleetPlan, FleetReceipt, TrialOrder
+from weightswap_fleet.documents import FleetPlan, FleetReceipt, TrialRequest
 from weightswap_fleet.errors import FleetRefused, FleetUndecided
 from weightswap_runtime import DesiredError, NothingToRollBack, NotPromoted, RevisionConflict
 from weightswap_runtime.following.desired_state import DesiredWeights
-from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.following.desired_store import known_weights
 
 from .nodes import Died, Fleet
 
@@ -47,11 +47,11 @@ class Protocol(RuleBasedStateMachine):
         self.said: dict[int, str | None] = {0: None}  # by revision, which weights are desired
         self.seen = self.newest = 0  # what the client asks for, and the newest that has answered it
         self.trial: FleetTrial | None = None  # as its leader knows it
-        self.fleet.place.set(self.fleet.file(0), revision=0)
+        self.fleet.desired_store.set(self.fleet.file(0), revision=0)
         self._note()
 
     def _note(self) -> None:
-        state = self.fleet.place.read()
+        state = self.fleet.desired_store.read()
         self.said.setdefault(state.revision, state.weights.weights_id if state.weights else None)
 
     @property
@@ -79,17 +79,17 @@ class Protocol(RuleBasedStateMachine):
         fleet.fate = lambda method, node: faults.get((method, node), "")
         fleet.asked.clear()
         if isinstance(death, str):
-            fleet.place.dies = death
+            fleet.desired_store.dies = death
         else:
             fleet.dies_at = death
-        self.open = {keeper.status().preparing for keeper in fleet.keepers.values()}
-        served, desired = fleet.served(), fleet.place.read() if self._is_there else None
+        self.open = {agent.status().preparing for agent in fleet.agents.values()}
+        served, desired = fleet.served(), fleet.desired_store.read() if self._is_there else None
         try:
-            receipt = change(Agreement(fleet.place, fleet))
+            receipt = change(Agreement(fleet.desired_store, fleet))
         except FleetRefused:
-            assert (fleet.served(), fleet.place.read()) == (served, desired)
+            assert (fleet.served(), fleet.desired_store.read()) == (served, desired)
             if not faults:
-                assert {keeper.status().preparing for keeper in fleet.keepers.values()} == self.open
+                assert {agent.status().preparing for agent in fleet.agents.values()} == self.open
         except (Died, NothingToRollBack, NotPromoted):
             pass
         except (DesiredError, FleetUndecided):
@@ -98,7 +98,7 @@ class Protocol(RuleBasedStateMachine):
             assert not damaged
             self._check(receipt, everybody=not faults)
         finally:
-            fleet.fate, fleet.dies_at, fleet.place.dies = lambda method, node: "", -1, ""
+            fleet.fate, fleet.dies_at, fleet.desired_store.dies = lambda method, node: "", -1, ""
             if self._is_there:
                 self._note()
 
@@ -113,14 +113,14 @@ class Protocol(RuleBasedStateMachine):
         fleet = self.fleet
         path = fleet.damaged(number) if damaged else fleet.file(number)
         weights = DesiredWeights(source=str(path), weights_id=fleet.weights_id(number), since=fleet.now)
-        trial = FleetTrial(TrialOrder(uuid4().hex, str(path), weights, FleetPlan(share=0.5)), fleet)
+        trial = FleetTrial(TrialRequest(uuid4().hex, str(path), weights, FleetPlan(share=0.5)), fleet)
         fleet.fate, fleet.dies_at = (lambda method, node: faults.get((method, node), "")), dies_at
         fleet.asked.clear()
-        others = {keeper.status().trying for keeper in fleet.keepers.values()}
+        others = {agent.status().trying for agent in fleet.agents.values()}
         try:
             trial.begin(5.0)
         except FleetRefused:
-            assert faults or {keeper.status().trying for keeper in fleet.keepers.values()} == others
+            assert faults or {agent.status().trying for agent in fleet.agents.values()} == others
         except Died:
             pass
         else:
@@ -130,9 +130,9 @@ class Protocol(RuleBasedStateMachine):
             fleet.fate, fleet.dies_at = lambda method, node: "", -1
 
     @rule(faults=fates)
-    def the_trials_leader_looks(self, faults: dict[tuple[str, str], str]) -> None:
+    def the_trials_leader_polls(self, faults: dict[tuple[str, str], str]) -> None:
         self.fleet.fate = lambda method, node: faults.get((method, node), "")
-        if self.trial is not None and (verdict := self.trial.look()) is not None:
+        if self.trial is not None and (verdict := self.trial.poll()) is not None:
             assert verdict.what == "ended"
             self.trial = None
         self.fleet.fate = lambda method, node: ""
@@ -141,17 +141,17 @@ class Protocol(RuleBasedStateMachine):
     def another_leads_the_trial(self) -> None:
         """At most one trial remains."""
         self.trial = FleetTrial.find(self.fleet)
-        assert self._on_trial == ({self.trial.order.id} if self.trial is not None else set())
+        assert self._on_trial == ({self.trial.request.id} if self.trial is not None else set())
 
     @property
     def _on_trial(self) -> set[str]:
-        orders = (keeper.trial() for keeper in self.fleet.keepers.values())
-        return {order.id for order in orders if order is not None}
+        requests = (agent.trial() for agent in self.fleet.agents.values())
+        return {request.id for request in requests if request is not None}
 
     @rule(faults=fates, death=deaths)
     def a_trial_is_promoted(self, faults: dict[tuple[str, str], str], death: int | str) -> None:
         if self.trial is not None:
-            path = self.trial.order.source
+            path = self.trial.request.source
             self._change(
                 lambda agreement: agreement.swap(path, known_weights(path), "ana", "", SOON),
                 faults,
@@ -162,36 +162,36 @@ class Protocol(RuleBasedStateMachine):
     def a_trial_is_aborted(self) -> None:
         if self.trial is not None:
             self.trial.end()
-            on_trial = [order.id for keeper in self.fleet.keepers.values() if (order := keeper.trial()) is not None]
-            assert self.trial.order.id not in on_trial
+            on_trial = [request.id for agent in self.fleet.agents.values() if (request := agent.trial()) is not None]
+            assert self.trial.request.id not in on_trial
             self.trial = None
 
     @rule(number=sets)
     def an_operator_sets(self, number: int) -> None:
         if self._is_there:
-            self.fleet.place.set(self.fleet.file(number), revision=self.fleet.place.read().revision)
+            self.fleet.desired_store.set(self.fleet.file(number), revision=self.fleet.desired_store.read().revision)
             self._note()
 
     @rule()
     def an_operator_holds(self) -> None:
         if self._is_there:
-            self.fleet.place.hold(revision=self.fleet.place.read().revision)
+            self.fleet.desired_store.hold(revision=self.fleet.desired_store.read().revision)
             self._note()
 
     @rule()
     def an_operator_releases(self) -> None:
         if self._is_there:
-            self.fleet.place.release(revision=self.fleet.place.read().revision)
+            self.fleet.desired_store.release(revision=self.fleet.desired_store.read().revision)
             self._note()
 
     @rule(node=nodes)
-    def look(self, node: str) -> None:
-        self.fleet.keepers[node].reconcile()
+    def poll(self, node: str) -> None:
+        self.fleet.agents[node].reconcile()
 
     @rule(node=nodes)
-    def a_keeper_is_killed(self, node: str) -> None:
-        """Its replicas go on serving, and the next keeper finds the memory."""
-        del self.fleet.keepers[node]
+    def a_agent_is_killed(self, node: str) -> None:
+        """Its replicas go on serving, and the next agent finds the memory."""
+        del self.fleet.agents[node]
         self.fleet.start(node)
 
     @rule()
@@ -200,7 +200,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def an_outage(self) -> None:
-        """The place becomes unreachable, or reachable again."""
+        """The desired store becomes unreachable, or reachable again."""
         away = self.fleet.where.with_name("away")
         before, after = (self.fleet.where, away) if self._is_there else (away, self.fleet.where)
         before.rename(after)
@@ -208,8 +208,8 @@ class Protocol(RuleBasedStateMachine):
     @rule(node=nodes)
     def a_client_asks(self, node: str) -> None:
         """A replica answers unless the client would go back; the revision of an answer is that of its weights."""
-        keeper = self.fleet.keepers[node]
-        revision, weights_id = keeper.status().revision, keeper.model.weights_id
+        agent = self.fleet.agents[node]
+        revision, weights_id = agent.status().revision, agent.model.weights_id
         if weights_id is not None and self.may_answer(revision):
             assert max(each for each, said in self.said.items() if said == weights_id) >= self.newest
             self.seen, self.newest = revision, max(self.newest, revision)
@@ -220,29 +220,29 @@ class Protocol(RuleBasedStateMachine):
 
     @invariant()
     def a_revision_stands_for_one_set_of_weights(self) -> None:
-        for keeper in self.fleet.keepers.values():
-            status = keeper.status()
+        for agent in self.fleet.agents.values():
+            status = agent.status()
             assert self.said[status.revision] == status.weights_id
             assert status.revision <= max(self.said)
             assert status.trying != status.weights_id
-            assert status.trying or not keeper._control.trial
+            assert status.trying or not agent._control.trial
         for revision, weights_id in self.fleet.commits:
             assert self.said[revision] == weights_id
         self.fleet.commits.clear()
 
     def teardown(self) -> None:
-        """Once messages arrive again, all nodes serve the desired weights, and no order is open."""
+        """Once messages arrive again, all nodes serve the desired weights, and no change is open."""
         if not self._is_there:
             self.an_outage()
         for _ in range(3):
             self.fleet.now += 1000.0
-            for keeper in self.fleet.keepers.values():
-                keeper.reconcile()
-        state = self.fleet.place.read()
+            for agent in self.fleet.agents.values():
+                agent.reconcile()
+        state = self.fleet.desired_store.read()
         assert state.weights is not None
         assert set(self.fleet.served().values()) == {state.weights.weights_id}
-        assert {keeper.status().preparing + keeper.status().trying for keeper in self.fleet.keepers.values()} == {""}
-        assert {keeper.status().revision for keeper in self.fleet.keepers.values()} == {state.revision}
+        assert {agent.status().preparing + agent.status().trying for agent in self.fleet.agents.values()} == {""}
+        assert {agent.status().revision for agent in self.fleet.agents.values()} == {state.revision}
         self.fleet.close()
         self._patch.undo()
         self._folder.cleanup()
@@ -256,19 +256,19 @@ def test_any_order(examples: int) -> None:
 def test_two_coordinators_that_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All nodes refuse the second; after the first one's decision it succeeds."""
     fleet = Fleet(tmp_path, NODES, monkeypatch)
-    fleet.place.set(fleet.file(0), revision=0)
-    first, second = (Agreement(fleet.place, fleet) for _ in range(2))
+    fleet.desired_store.set(fleet.file(0), revision=0)
+    first, second = (Agreement(fleet.desired_store, fleet) for _ in range(2))
     said: list[FleetRefused] = []
-    decide = fleet.place.set
+    decide = fleet.desired_store.set
 
     def meet(*arguments, **options):  # type: ignore[no-untyped-def]
-        monkeypatch.setattr(fleet.place, "set", decide)
-        with pytest.raises(FleetRefused, match="has an open order by ana") as refused:
+        monkeypatch.setattr(fleet.desired_store, "set", decide)
+        with pytest.raises(FleetRefused, match="has an open change by ana") as refused:
             second.swap(str(fleet.file(2)), known_weights(fleet.file(2)), "bo", "", SOON)
         said.append(refused.value)
         return decide(*arguments, **options)
 
-    monkeypatch.setattr(fleet.place, "set", meet)
+    monkeypatch.setattr(fleet.desired_store, "set", meet)
     receipt = first.swap(str(fleet.file(1)), known_weights(fleet.file(1)), "ana", "", SOON)
     assert (receipt.late, set(said[0].reasons)) == ({}, set(fleet.names()))
     assert set(fleet.served().values()) == {fleet.weights_id(1)}
@@ -280,9 +280,9 @@ def test_two_coordinators_that_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_client_that_goes_back_is_found() -> None:
     machine = Protocol()
     for node in ("n0", "n1"):
-        machine.look(node)
+        machine.poll(node)
     machine.an_operator_sets(1)
-    machine.look("n0")
+    machine.poll("n0")
     for node in ("n0", "n1"):  # n1 is behind, and does not answer
         machine.a_client_asks(node)
     assert (machine.seen, machine.newest) == (2, 2)
@@ -294,13 +294,13 @@ def test_a_client_that_goes_back_is_found() -> None:
 
 def test_who_decides_meanwhile_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(tmp_path, NODES, monkeypatch)
-    fleet.place.set(fleet.file(0), revision=0)
-    for keeper in fleet.keepers.values():
-        keeper.reconcile()
+    fleet.desired_store.set(fleet.file(0), revision=0)
+    for agent in fleet.agents.values():
+        agent.reconcile()
 
     def meanwhile(method: str, node: str) -> str:
         if method == "prepare" and node == "n2":
-            fleet.place.set(fleet.file(3), revision=1, by="eve")
+            fleet.desired_store.set(fleet.file(3), revision=1, by="eve")
         return ""
 
     fleet.fate = meanwhile
@@ -308,7 +308,7 @@ def test_who_decides_meanwhile_is_first(tmp_path: Path, monkeypatch: pytest.Monk
         fleet.swap(1)
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
     assert fleet.asked[-1] == "discard"
-    for keeper in fleet.keepers.values():
-        keeper.reconcile()
+    for agent in fleet.agents.values():
+        agent.reconcile()
     assert set(fleet.served().values()) == {fleet.weights_id(3)}
     fleet.close()

@@ -12,11 +12,11 @@ import torch
 
 from tests.support.ranks import X, values, whole, write_set
 from weightswap_fleet import FleetPlan, FleetRefused
-from weightswap_fleet.documents import TrialOrder
+from weightswap_fleet.documents import TrialRequest
 from weightswap_fleet.node.ranks import Rank
 from weightswap_runtime import write_delta
 from weightswap_runtime.errors import InputMismatch, NoWeights, RanksRefused, StageClosed, Unsupported
-from weightswap_runtime.following.place import described, known_weights
+from weightswap_runtime.following.desired_store import described, known_weights
 
 from .rank_threads import Replicas, replicas_of_two
 
@@ -29,8 +29,8 @@ def replicas(tmp_path: Path) -> Iterator[Replicas]:
 
 def serve(replicas: Replicas, seed: int) -> bool:
     """Return whether all ranks have these weights, and calls answer as one process with them."""
-    for keeper in replicas.keepers.values():
-        output, marks = keeper.model(X)
+    for agent in replicas.agents.values():
+        output, marks = agent.model(X)
         assert torch.allclose(output, whole(values(seed), X), atol=1e-4)
         assert marks.tolist() == [float(seed)] * 2
     return replicas.served() == {replicas.weights_id(seed)}
@@ -42,7 +42,7 @@ def test_a_swap_and_its_rollback_are_every_rank_s(replicas: Replicas) -> None:
     assert (receipt.kind, receipt.revision, receipt.late) == ("swap", 2, {})
     assert set(receipt.nodes) == {"a", "b"}
     assert serve(replicas, 1)
-    assert {keeper.status().revision for keeper in replicas.keepers.values()} == {2}
+    assert {agent.status().revision for agent in replicas.agents.values()} == {2}
     back = replicas.rollback()
     assert (back.kind, back.late) == ("rollback", {})
     assert all(each.resident for each in back.nodes.values())
@@ -51,7 +51,7 @@ def test_a_swap_and_its_rollback_are_every_rank_s(replicas: Replicas) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_cannot_take_no_rank_of_any_replica_does(replicas: Replicas, rank: int) -> None:
-    before, damaged = replicas.place.read(), str(replicas.damaged(1))
+    before, damaged = replicas.desired_store.read(), str(replicas.damaged(1))
     if rank == 1:  # only the second rank of one replica reads what is damaged
 
         def misled(method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -66,10 +66,10 @@ def test_what_one_rank_cannot_take_no_rank_of_any_replica_does(replicas: Replica
         (error,) = refused.value.reasons.values()
         assert isinstance(error, RanksRefused)
         assert list(error.reasons) == [1]
-    assert replicas.place.read() == before
-    assert all("digest" in why for each in replicas.keepers.values() for why in each.status().refused.values())
-    assert len(replicas.keepers["b"].status().refused) == 1
-    assert {keeper.preparing for keeper in replicas.keepers.values()} == {""}
+    assert replicas.desired_store.read() == before
+    assert all("digest" in why for each in replicas.agents.values() for why in each.status().refused.values())
+    assert len(replicas.agents["b"].status().refused) == 1
+    assert {agent.preparing for agent in replicas.agents.values()} == {""}
     assert serve(replicas, 0)
     replicas.others["b"].before = lambda method, arguments: arguments
     replicas.swap(replicas.file(1))
@@ -91,25 +91,25 @@ def test_a_rank_that_kept_nothing_reads_what_is_rolled_back_to(replicas: Replica
 
 
 def test_wrong_goldens_are_refused_before_the_decision(replicas: Replicas) -> None:
-    before = replicas.place.read()
+    before = replicas.desired_store.read()
     with pytest.raises(FleetRefused, match="rank 0: GoldenMismatch"):
         replicas.swap(replicas.with_goldens(1, outputs_of=2))
-    assert replicas.place.read() == before
+    assert replicas.desired_store.read() == before
     assert serve(replicas, 0)
     receipt = replicas.swap(replicas.with_goldens(3, outputs_of=3))
     assert {each.verified for each in receipt.nodes.values()} == {"goldens"}
     assert serve(replicas, 3)
 
 
-def test_what_the_place_says_is_followed(replicas: Replicas) -> None:
-    replicas.place.set(replicas.file(2), revision=1)
-    for keeper in replicas.keepers.values():
-        keeper.reconcile()
+def test_what_the_desired_store_says_is_followed(replicas: Replicas) -> None:
+    replicas.desired_store.set(replicas.file(2), revision=1)
+    for agent in replicas.agents.values():
+        agent.reconcile()
     assert serve(replicas, 2)
-    replicas.place.set(replicas.damaged(1), revision=2, known=known_weights(replicas.damaged(1)))
-    for keeper in replicas.keepers.values():
-        keeper.reconcile()
-        assert "digest" in keeper.status().error
+    replicas.desired_store.set(replicas.damaged(1), revision=2, known=known_weights(replicas.damaged(1)))
+    for agent in replicas.agents.values():
+        agent.reconcile()
+        assert "digest" in agent.status().error
     assert serve(replicas, 2)
 
 
@@ -118,7 +118,7 @@ class Caller(threading.Thread):
 
     def __init__(self, replicas: Replicas) -> None:
         super().__init__()
-        self._model, self._ids = replicas.keepers["a"].model, [replicas.weights_id(seed) for seed in range(3)]
+        self._model, self._ids = replicas.agents["a"].model, [replicas.weights_id(seed) for seed in range(3)]
         self.done = threading.Event()
         self.seen: set[int] = set()
         self.wrong: list[Any] = []
@@ -157,7 +157,7 @@ def test_calls_while_weights_change_are_of_one_set(replicas: Replicas) -> None:
 
 
 def test_inputs_that_are_refused_are_told_to_nobody(replicas: Replicas) -> None:
-    model, others = replicas.keepers["a"].model, replicas.others["a"]
+    model, others = replicas.agents["a"].model, replicas.others["a"]
     others.told.clear()
     with pytest.raises(InputMismatch):
         model(torch.zeros(2, 3))
@@ -181,8 +181,8 @@ def test_deltas_of_what_all_ranks_have_whole(replicas: Replicas) -> None:
     receipt = replicas.swap(replicas.where / "whole.safetensors")
     assert (receipt.late, replicas.served()) == ({}, {known_weights(other).weights_id})
     expected = whole(values(1) | {"bias": torch.full((4,), 7.0)}, X)
-    for keeper in (*replicas.keepers.values(), replicas.start("c")):
-        output, marks = keeper.model(X)
+    for agent in (*replicas.agents.values(), replicas.start("c")):
+        output, marks = agent.model(X)
         assert marks.tolist() == [1.0, 1.0]
         assert torch.allclose(output, expected, atol=1e-4)
     write_delta(other, replicas.file(2), out=replicas.where / "parts.safetensors")
@@ -193,25 +193,25 @@ def test_deltas_of_what_all_ranks_have_whole(replicas: Replicas) -> None:
 
 def test_a_trial_is_refused_by_name(replicas: Replicas) -> None:
     path = replicas.file(1)
-    weights = described(str(path), known_weights(path), "ana", "", replicas.place.read())
+    weights = described(str(path), known_weights(path), "ana", "", replicas.desired_store.read())
     with pytest.raises(Unsupported, match="a: has its model on several ranks, on which weights cannot be on trial"):
-        replicas.keepers["a"].prepare_trial(TrialOrder("trial", str(path), weights, FleetPlan(share=0.5)))
+        replicas.agents["a"].prepare_trial(TrialRequest("trial", str(path), weights, FleetPlan(share=0.5)))
     assert serve(replicas, 0)
 
 
 def test_status_and_metrics(replicas: Replicas) -> None:
-    status = replicas.keepers["a"].status()
+    status = replicas.agents["a"].status()
     assert (status.node, status.revision, status.error) == ("a", 1, "")
     assert status.weights_id == replicas.weights_id(0)
     assert len(status.ranks) == 2
-    assert status.replicas == (status.keeper,)
-    assert 'weightswap_fleet_revision{model="two"} 1.0' in replicas.keepers["a"].metrics()
+    assert status.replicas == (status.agent,)
+    assert 'weightswap_fleet_revision{model="two"} 1.0' in replicas.agents["a"].metrics()
 
 
 def test_a_replica_starts_with_the_desired_weights_or_not_at_all(tmp_path: Path) -> None:
     with replicas_of_two(tmp_path) as replicas:
-        replicas.place.set(replicas.damaged(1), revision=1, known=known_weights(replicas.damaged(1)))
-        replicas.place.read()
+        replicas.desired_store.set(replicas.damaged(1), revision=1, known=known_weights(replicas.damaged(1)))
+        replicas.desired_store.read()
         (replicas.folder / "0.safetensors").unlink()
         with pytest.raises(NoWeights, match="digest"):
             replicas.start("a")

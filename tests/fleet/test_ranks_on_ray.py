@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from tests.support.packages import needs
 from tests.support.ranks import X, split_artifact, values, whole, write_set
 from weightswap_fleet import FleetError, FleetRefused
-from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.following.desired_store import known_weights
 from weightswap_tools.commands import fleet as fleet_commands
 
 from .clusters import cluster, soon, until
@@ -204,7 +204,7 @@ def test_a_rank_that_is_gone_takes_its_replica_along_and_all_come_back(
 @given(deaths=st.lists(st.tuples(st.sampled_from([0, 1]), st.floats(0.0, 0.1)), min_size=1, max_size=2))
 @example(deaths=[(1, 0.02), (0, 0.04)])
 def test_ranks_that_are_killed_anywhere_in_a_change(deployed: Deployed, deaths: list[tuple[int, float]]) -> None:
-    """One after another. What the place says is what all serve in the end."""
+    """One after another. What the desired store says is what all serve in the end."""
     fleet, files = deployed
     with calling(deployed):
         for turn, (rank, after) in enumerate(deaths):

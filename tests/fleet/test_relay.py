@@ -18,7 +18,7 @@ from weightswap_fleet.coordinator.agreement import Deadlines
 from weightswap_fleet.errors import FleetRefused
 from weightswap_fleet.node.relay import GIVEN, IDLE, OBJECTS, Relay, RelayedUrl
 from weightswap_runtime import DigestMismatch, StageCancelled, WeightFileError, write_delta
-from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.sources.opening import open_source
 
 from .nodes import Fleet, RemoteRelay, serving_zero
@@ -214,18 +214,18 @@ def test_a_fleet_reads_a_bucket_once(fleet: Fleet, web: WebServer) -> None:
     before = web.sent
     receipt = fleet.swap(url, deadlines=SOON)
     assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(1)}
-    known = len(content)  # the controller reads the header
+    known = len(content)  # the coordinator reads the header
     assert web.sent - before <= 3 * known  # it, the reader, and a look whether it has changed; five without
-    assert fleet.place.read().weights.source == url  # type: ignore[union-attr]
-    assert {keeper.model.history[-1].source for keeper in fleet.keepers.values()} == {url}
+    assert fleet.desired_store.read().weights.source == url  # type: ignore[union-attr]
+    assert {agent.model.history[-1].source for agent in fleet.agents.values()} == {url}
 
 
 def test_a_delta_is_read_once_and_its_base_by_who_lacks_it(fleet: Fleet, web: WebServer) -> None:
     delta = write_delta(fleet.file(0), fleet.file(1), fleet.where / "d.safetensors").path.read_bytes()
     web.put("v0.safetensors", fleet.file(0).read_bytes())
-    fleet.place.set(f"{web.url}/v0.safetensors", revision=1, known=known_weights(fleet.file(0)))
-    for keeper in fleet.keepers.values():
-        keeper.reconcile()
+    fleet.desired_store.set(f"{web.url}/v0.safetensors", revision=1, known=known_weights(fleet.file(0)))
+    for agent in fleet.agents.values():
+        agent.reconcile()
     url, before = web.put("d.safetensors", delta), web.sent
     known_weights(url)
     known = web.sent - before
@@ -233,21 +233,21 @@ def test_a_delta_is_read_once_and_its_base_by_who_lacks_it(fleet: Fleet, web: We
     assert web.sent - before <= 3 * known + 2 * len(delta)  # one reader; not three
     assert set(fleet.served().values()) == {fleet.weights_id(1)}
     fleet.start("n3")
-    assert fleet.keepers["n3"].model.weights_id == fleet.weights_id(1)
+    assert fleet.agents["n3"].model.weights_id == fleet.weights_id(1)
 
 
 def test_damage_on_the_way_is_seen(fleet: Fleet, web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each node verifies the weights itself, and none changes."""
     url = web.put("v1.safetensors", fleet.file(1).read_bytes())
     taker = fleet.relays["n2"]
-    take = taker.take
+    take = taker.fetch
 
     def damaged(*arguments: Any) -> memoryview:
         content = bytearray(take(*arguments))
         content[-1] ^= 1
         return memoryview(content)
 
-    monkeypatch.setattr(taker, "take", damaged)
+    monkeypatch.setattr(taker, "fetch", damaged)
     with pytest.raises(FleetRefused) as refused:
         fleet.swap(url, deadlines=SOON)
     assert {name: type(error) for name, error in refused.value.reasons.items()} == {"n2": DigestMismatch}

@@ -14,10 +14,10 @@ from uuid import uuid4
 import pytest
 
 from weightswap_fleet.coordinator.agreement import Agreement, Deadlines, FleetTrial
-from weightswap_fleet.documents import FleetPlan, TrialOrder
+from weightswap_fleet.documents import FleetPlan, TrialRequest
 from weightswap_runtime import WeightswapError
 from weightswap_runtime.following.desired_state import DesiredWeights
-from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.following.desired_store import known_weights
 
 from .nodes import Fleet
 
@@ -30,7 +30,7 @@ class Storm:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._agreement = Agreement(fleet.place, fleet)
+        self._agreement = Agreement(fleet.desired_store, fleet)
 
     def swap(self, dice: random.Random) -> None:
         time.sleep(dice.uniform(0, 0.1))
@@ -48,26 +48,26 @@ class Storm:
 
     def set_by_hand(self, dice: random.Random) -> None:
         time.sleep(dice.uniform(0.1, 0.4))
-        self._fleet.place.set(self._file(dice), revision=self._fleet.place.read().revision)
+        self._fleet.desired_store.set(self._file(dice), revision=self._fleet.desired_store.read().revision)
 
     def release(self, dice: random.Random) -> None:
         time.sleep(0.1)
-        self._fleet.place.release(revision=self._fleet.place.read().revision)
+        self._fleet.desired_store.release(revision=self._fleet.desired_store.read().revision)
 
-    def look(self, dice: random.Random) -> None:
-        for keeper in self._fleet.keepers.values():
-            keeper.reconcile()
-            keeper.status()
+    def poll(self, dice: random.Random) -> None:
+        for agent in self._fleet.agents.values():
+            agent.reconcile()
+            agent.status()
 
     def try_out(self, dice: random.Random) -> None:
         time.sleep(dice.uniform(0, 0.1))
         path = self._file(dice)
         known = known_weights(path)
         weights = DesiredWeights(source=str(path), weights_id=known.weights_id, since=time.time())
-        trial = FleetTrial(TrialOrder(uuid4().hex, str(path), weights, FleetPlan(share=0.5)), self._fleet)
+        trial = FleetTrial(TrialRequest(uuid4().hex, str(path), weights, FleetPlan(share=0.5)), self._fleet)
         trial.begin(SOON.prepare)
         for _ in range(dice.randint(0, 5)):
-            if trial.look() is not None:
+            if trial.poll() is not None:
                 return
             time.sleep(dice.uniform(0, 0.01))
         end = dice.choice(["given up", "promoted", "forgotten"])
@@ -106,15 +106,15 @@ def slowly(stage: Callable[..., Any], dice: random.Random) -> Callable[..., Any]
 @pytest.mark.slow
 def test_everybody_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(tmp_path, 3, monkeypatch)
-    fleet.place.set(fleet.file(0), revision=0)
+    fleet.desired_store.set(fleet.file(0), revision=0)
     fleet.damaged(5)
     for number in range(5):
         fleet.file(number)
-    for number, keeper in enumerate(fleet.keepers.values()):
-        keeper.model.stage = slowly(keeper.model.stage, random.Random(number))  # type: ignore[method-assign]
-        keeper.reconcile()
+    for number, agent in enumerate(fleet.agents.values()):
+        agent.model.stage = slowly(agent.model.stage, random.Random(number))  # type: ignore[method-assign]
+        agent.reconcile()
     storm, stop, said = Storm(fleet), threading.Event(), Counter[str]()
-    works = [storm.swap, storm.publish, storm.roll_back, storm.set_by_hand, storm.release, storm.look, storm.try_out]
+    works = [storm.swap, storm.publish, storm.roll_back, storm.set_by_hand, storm.release, storm.poll, storm.try_out]
     threads = [
         threading.Thread(target=run, args=(work, number, stop, said), daemon=True) for number, work in enumerate(works)
     ]
@@ -130,11 +130,11 @@ def test_everybody_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert not thread.is_alive(), "stuck"
     for _ in range(3):
         fleet.now += 1000.0
-        storm.look(random.Random())
-    desired = fleet.place.read()
+        storm.poll(random.Random())
+    desired = fleet.desired_store.read()
     assert desired.weights is not None
     assert set(fleet.served().values()) == {desired.weights.weights_id}
-    statuses = [keeper.status() for keeper in fleet.keepers.values()]
+    statuses = [agent.status() for agent in fleet.agents.values()]
     assert {(each.preparing, each.trying, each.revision) for each in statuses} == {("", "", desired.revision)}
     by_revision: dict[int, set[str]] = {}
     for revision, weights_id in fleet.commits:

@@ -15,11 +15,11 @@ import pytest
 
 from weightswap_fleet.coordinator import agreement
 from weightswap_fleet.coordinator.agreement import Agreement, FleetTrial, shares
-from weightswap_fleet.documents import FleetPlan, Order, Prepared, TrialOrder
+from weightswap_fleet.documents import FleetPlan, PrepareReply, PrepareRequest, TrialRequest
 from weightswap_fleet.errors import FleetRefused
 from weightswap_runtime.errors import DigestMismatch, StageCancelled, StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.following.desired_state import DesiredWeights
-from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.live.staged import Staged
 from weightswap_server.canary import Answers, Compared, Measured
 from weightswap_server.workers.trials import TrialMeasures
@@ -35,10 +35,10 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
         yield made
 
 
-def trial_of(fleet: Fleet, number: int = 1, path: Path | None = None, **plan: Any) -> TrialOrder:
+def trial_of(fleet: Fleet, number: int = 1, path: Path | None = None, **plan: Any) -> TrialRequest:
     path = path or fleet.file(number)
     weights = DesiredWeights(source=str(path), weights_id=fleet.weights_id(number), since=100.0, by="ana")
-    return TrialOrder(f"trial {number}", str(path), weights, FleetPlan(**plan), lease=10.0)
+    return TrialRequest(f"trial {number}", str(path), weights, FleetPlan(**plan), lease=10.0)
 
 
 def begun(fleet: Fleet, number: int = 1, now: float = 100.0, **plan: Any) -> FleetTrial:
@@ -49,7 +49,7 @@ def begun(fleet: Fleet, number: int = 1, now: float = 100.0, **plan: Any) -> Fle
 
 
 def trying(fleet: Fleet) -> dict[str, str]:
-    return {node: keeper.status().trying for node, keeper in fleet.keepers.items()}
+    return {node: agent.status().trying for node, agent in fleet.agents.items()}
 
 
 def answered(fleet: Fleet, node: str, canary: int, errors: int = 0, word: int | None = None) -> None:
@@ -58,19 +58,19 @@ def answered(fleet: Fleet, node: str, canary: int, errors: int = 0, word: int | 
     failed = [False] * (canary - errors) + [True] * errors
     tried = Answers(canary, errors, [0.001] * (canary - errors), failed, [])
     measured = Measured(served, tried, Compared(0, 0, 0.0, 0.0, []))
-    keeper = fleet.keepers[node]
-    trial = keeper._control.trial if word is None else word
+    agent = fleet.agents[node]
+    trial = agent._control.trial if word is None else word
     text = msgspec.msgpack.encode(TrialMeasures("tiny", trial, measured))
-    keeper.add_measures(b64encode(text).decode())
+    agent.add_measures(b64encode(text).decode())
 
 
 def test_all_nodes_try_and_serve_what_they_served(fleet: Fleet) -> None:
     trial = begun(fleet, share=0.25)
     assert set(trying(fleet).values()) == {fleet.weights_id(1)}
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
-    assert fleet.place.read().revision == 1
+    assert fleet.desired_store.read().revision == 1
     assert trial.shares == dict.fromkeys(fleet.names(), 0.25)
-    assert all(keeper._control.trial for keeper in fleet.keepers.values())
+    assert all(agent._control.trial for agent in fleet.agents.values())
     report = trial.report()
     assert (report.weights_id, report.by, report.outcome) == (fleet.weights_id(1), "ana", "")
     assert report.as_dict()["plan"]["share"] == 0.25
@@ -90,7 +90,7 @@ def test_one_that_a_node_cannot_take_is_tried_by_none(fleet: Fleet) -> None:
 def test_one_whose_nodes_lose_it_as_it_begins_has_not_begun(fleet: Fleet) -> None:
     def gives_up(method: str, node: str) -> str:
         if method == "continue_trial":
-            fleet.keepers[node].end_trial("trial 1")
+            fleet.agents[node].end_trial("trial 1")
         return ""
 
     fleet.fate = gives_up
@@ -110,7 +110,7 @@ def test_a_second_trial_and_a_change_wait_for_the_first(fleet: Fleet) -> None:
         with pytest.raises(FleetRefused, match=r"is on trial by ana; promote or abort it first") as refused:
             change()
         assert {type(error) for error in refused.value.reasons.values()} == {StagingBusy}
-    assert (set(trying(fleet).values()), trial.look()) == ({fleet.weights_id(1)}, None)
+    assert (set(trying(fleet).values()), trial.poll()) == ({fleet.weights_id(1)}, None)
     trial.end()
     assert set(trying(fleet).values()) == {""}
     fleet.swap(2)
@@ -121,13 +121,15 @@ def test_a_promotion_reads_no_file_again(fleet: Fleet) -> None:
     trial = begun(fleet)
     known = known_weights(fleet.file(1))
     fleet.file(1).rename(fleet.file(1).with_suffix(".away"))
-    place = fleet.place
-    place.set(fleet.file(0), revision=1)  # somebody else decides something that changes nothing
-    receipt = Agreement(place, fleet).swap(str(fleet.tiny.path.parent / "v1.safetensors"), known, "bo", "", SOON)
+    desired_store = fleet.desired_store
+    desired_store.set(fleet.file(0), revision=1)  # somebody else decides something that changes nothing
+    receipt = Agreement(desired_store, fleet).swap(
+        str(fleet.tiny.path.parent / "v1.safetensors"), known, "bo", "", SOON
+    )
     assert {each.resident for each in receipt.nodes.values()} == {True}
     assert set(fleet.served().values()) == {fleet.weights_id(1)}
     assert set(trying(fleet).values()) == {""}
-    verdict = trial.look()
+    verdict = trial.poll()
     assert verdict is not None
     assert verdict.what == "ended"
 
@@ -138,7 +140,7 @@ def test_a_copy_of_what_is_on_trial_is_another_file(fleet: Fleet) -> None:
     copy = fleet.damaged(1)
     with pytest.raises(FleetRefused, match="is on trial by ana; promote or abort it first"):
         fleet.swap(copy, "bo")
-    assert fleet.place.read().revision == 1
+    assert fleet.desired_store.read().revision == 1
     fleet.swap(1)
     assert set(fleet.served().values()) == {fleet.weights_id(1)}
 
@@ -148,52 +150,54 @@ def test_a_promotion_that_is_not_decided_leaves_the_trial(fleet: Fleet) -> None:
     fleet.fate = lambda method, node: "lost" if (method, node) == ("prepare", "n2") else ""
     with pytest.raises(FleetRefused, match="n2"):
         fleet.swap(1)
-    assert (set(trying(fleet).values()), trial.look()) == ({fleet.weights_id(1)}, None)
-    assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
-    keeper = fleet.keepers["n0"]
-    keeper.prepare(Order("left", 1, trial.order.source, trial.order.weights, 10.0))  # whose coordinator dies
+    assert (set(trying(fleet).values()), trial.poll()) == ({fleet.weights_id(1)}, None)
+    assert {agent.status().preparing for agent in fleet.agents.values()} == {""}
+    agent = fleet.agents["n0"]
+    # its coordinator dies
+    agent.prepare(PrepareRequest("left", 1, trial.request.source, trial.request.weights, 10.0))
     fleet.now += 11.0
-    trial.look()
-    keeper.reconcile()
-    assert (keeper.status().preparing, keeper.status().trying) == ("", fleet.weights_id(1))
+    trial.poll()
+    agent.reconcile()
+    assert (agent.status().preparing, agent.status().trying) == ("", fleet.weights_id(1))
 
 
 def test_a_rollback_ends_it(fleet: Fleet) -> None:
     fleet.swap(2)
     trial = begun(fleet)
-    Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
+    Agreement(fleet.desired_store, fleet).rollback(None, "bo", "", False, SOON)
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
     assert set(trying(fleet).values()) == {""}
-    verdict = trial.look()
+    verdict = trial.poll()
     assert verdict is not None
     assert verdict.what == "ended"
 
 
 @pytest.mark.parametrize("number", [1, 2], ids=["what is on trial", "something else"])
-def test_the_place_says_something_meanwhile(fleet: Fleet, number: int) -> None:
-    """An operator writes to the place: weights on trial are served without a read if desired, else discarded."""
+def test_the_desired_store_says_something_meanwhile(fleet: Fleet, number: int) -> None:
+    """An operator writes to the desired store: weights on trial are served without a read if desired, else
+    discarded."""
     begun(fleet)
-    fleet.place.set(fleet.file(number), revision=1)
+    fleet.desired_store.set(fleet.file(number), revision=1)
     fleet.file(1).rename(fleet.file(1).with_suffix(".away"))
-    for keeper in fleet.keepers.values():
-        keeper.reconcile()
-        assert keeper.status().revision == 2
-    assert set(fleet.served().values()) == {fleet.place.read().weights.weights_id}  # type: ignore[union-attr]
+    for agent in fleet.agents.values():
+        agent.reconcile()
+        assert agent.status().revision == 2
+    assert set(fleet.served().values()) == {fleet.desired_store.read().weights.weights_id}  # type: ignore[union-attr]
     assert set(trying(fleet).values()) == {""}
-    assert not any(keeper._control.trial for keeper in fleet.keepers.values())
+    assert not any(agent._control.trial for agent in fleet.agents.values())
 
 
 def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
     trial = begun(fleet)
     fleet.now += 9.0
-    assert trial.look() is None
+    assert trial.poll() is None
     fleet.now += 9.0
-    for keeper in fleet.keepers.values():
-        keeper.reconcile()
+    for agent in fleet.agents.values():
+        agent.reconcile()
     assert set(trying(fleet).values()) == {fleet.weights_id(1)}
     fleet.now += 2.0
-    for keeper in fleet.keepers.values():
-        keeper.reconcile()
+    for agent in fleet.agents.values():
+        agent.reconcile()
     assert set(trying(fleet).values()) == {""}
     fleet.swap(2)
 
@@ -201,16 +205,16 @@ def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
 def test_the_next_leader_finds_it(fleet: Fleet) -> None:
     assert FleetTrial.find(fleet) is None
     begun(fleet, share=0.5)
-    fleet.keepers["n2"].end_trial("trial 1")
+    fleet.agents["n2"].end_trial("trial 1")
     found = FleetTrial.find(fleet)
     assert found is not None
-    assert (found.order.id, set(found.shares)) == ("trial 1", {"n0", "n1"})
+    assert (found.request.id, set(found.shares)) == ("trial 1", {"n0", "n1"})
     fleet.now += 9.0
-    assert found.look() is None
+    assert found.poll() is None
     assert found.shares == {"n0": 0.5, "n1": 0.5}
     fleet.now += 9.0
-    fleet.keepers["n0"].reconcile()
-    assert fleet.keepers["n0"].status().trying
+    fleet.agents["n0"].reconcile()
+    assert fleet.agents["n0"].status().trying
     found.end()
     assert set(trying(fleet).values()) == {""}
 
@@ -219,12 +223,12 @@ class Staging:
     """A node that stages a trial until `go`, while the trial's leader dies."""
 
     def __init__(self, fleet: Fleet, pool: ThreadPoolExecutor) -> None:
-        self.keeper = fleet.keepers["n0"]
-        self._wait = self.keeper._changes._await
-        self.keeper._changes._await = self._wait_longer  # type: ignore[method-assign]
+        self.agent = fleet.agents["n0"]
+        self._wait = self.agent._changes._await
+        self.agent._changes._await = self._wait_longer  # type: ignore[method-assign]
         self.go, began = threading.Event(), threading.Event()
         self._began = began
-        self.prepared = pool.submit(self.keeper.prepare_trial, trial_of(fleet, share=0.5))
+        self.prepared = pool.submit(self.agent.prepare_trial, trial_of(fleet, share=0.5))
         assert began.wait(60)
 
     def _wait_longer(self, staged: Staged, is_wanted: Callable[[], bool]) -> None:
@@ -245,27 +249,27 @@ def staging(fleet: Fleet) -> Iterator[Staging]:
 
 def test_one_whose_leader_dies_while_it_is_staged_is_given_up(fleet: Fleet, staging: Staging) -> None:
     fleet.now += 9.0
-    assert staging.keeper.renew("trial 1")
+    assert staging.agent.renew("trial 1")
     fleet.now += 9.0
     time.sleep(0.1)
     assert not staging.prepared.done()
     fleet.now += 2.0
     assert isinstance(staging.prepared.exception(60), StageCancelled)
     assert set(trying(fleet).values()) == {""}
-    assert not staging.keeper.renew("trial 1")
+    assert not staging.agent.renew("trial 1")
 
 
 def test_the_next_leader_does_not_wait_for_what_is_staged(fleet: Fleet, staging: Staging) -> None:
-    """Waiting calls would use up the keeper's concurrency."""
-    found, control = FleetTrial.find(fleet), staging.keeper._control
+    """Waiting calls would use up the agent's concurrency."""
+    found, control = FleetTrial.find(fleet), staging.agent._control
     assert found is not None
     for _ in range(3):
         fleet.now += 9.0
-        assert found.look() is None
+        assert found.poll() is None
     assert (staging.prepared.done(), control.trial) == (False, 0)
     staging.go.set()
-    assert isinstance(staging.prepared.result(60), Prepared)
-    assert found.look() is None
+    assert isinstance(staging.prepared.result(60), PrepareReply)
+    assert found.poll() is None
     assert (found.shares, control.trial != 0) == ({"n0": 0.5}, True)
 
 
@@ -273,7 +277,7 @@ def test_nodes_that_are_ready_wait_for_one_that_takes_longer_than_the_lease(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "_RENEW", 0.01)
-    stage, renewed = fleet.keepers["n2"].model.stage, threading.Semaphore(0)
+    stage, renewed = fleet.agents["n2"].model.stage, threading.Semaphore(0)
 
     def count(method: str, node: str) -> str:
         if (method, node) == ("renew", "n1"):
@@ -286,27 +290,27 @@ def test_nodes_that_are_ready_wait_for_one_that_takes_longer_than_the_lease(
             while renewed.acquire(blocking=False):
                 pass
             assert renewed.acquire(timeout=30)
-            fleet.keepers["n1"].reconcile()
+            fleet.agents["n1"].reconcile()
         return stage(*arguments, **options)
 
     fleet.fate = count
-    monkeypatch.setattr(fleet.keepers["n2"].model, "stage", takes_long)
+    monkeypatch.setattr(fleet.agents["n2"].model, "stage", takes_long)
     assert begun(fleet, share=0.5).shares == dict.fromkeys(fleet.names(), 0.5)
 
 
 def test_a_node_that_is_late_keeps_it_and_one_that_has_gone_does_not(fleet: Fleet) -> None:
     trial = begun(fleet, share=0.5)
     fleet.fate = lambda method, node: "lost" if node == "n1" else ""
-    assert trial.look() is None
+    assert trial.poll() is None
     assert set(trial.shares) == {"n0", "n1", "n2"}
     fleet.gone.add("n1")
-    assert trial.look() is None
+    assert trial.poll() is None
     assert set(trial.shares) == {"n0", "n2"}
-    del fleet.keepers["n0"]
-    fleet.start("n0")  # the next keeper knows of no trial
-    assert trial.look() is None
+    del fleet.agents["n0"]
+    fleet.start("n0")  # the next agent knows of no trial
+    assert trial.poll() is None
     assert set(trial.shares) == {"n2"}
-    assert fleet.keepers["n0"]._control.trial == 0
+    assert fleet.agents["n0"]._control.trial == 0
 
 
 def test_what_all_nodes_measure_is_judged_together(fleet: Fleet) -> None:
@@ -314,42 +318,42 @@ def test_what_all_nodes_measure_is_judged_together(fleet: Fleet) -> None:
     trial = begun(fleet, share=0.5, promote_if="requests >= 100 and errors < 0.1", abort_if="errors >= 0.1")
     for node in fleet.names():
         answered(fleet, node, 33, errors=5 if node == "n1" else 0)
-    assert trial.look() is None
+    assert trial.poll() is None
     assert trial.report().values["requests"] == 99
     assert trial.report().values["errors"] == pytest.approx(5 / 99)
     answered(fleet, "n0", 1, word=12345)  # of an earlier trial
-    assert trial.look() is None
+    assert trial.poll() is None
     answered(fleet, "n0", 1)
-    verdict = trial.look()
+    verdict = trial.poll()
     assert verdict is not None
     assert (verdict.what, verdict.why) == ("promote", "requests >= 100 and errors < 0.1")
     answered(fleet, "n2", 20, errors=20)
-    verdict = trial.look()
+    verdict = trial.poll()
     assert verdict is not None
     assert verdict.what == "abort"
 
 
 def test_steps(fleet: Fleet) -> None:
     now = [100.0]
-    order = trial_of(fleet, steps=(0.0, 0.2, 1.0), step_seconds=60.0)
-    trial = FleetTrial(order, fleet, lambda: now[0])
+    request = trial_of(fleet, steps=(0.0, 0.2, 1.0), step_seconds=60.0)
+    trial = FleetTrial(request, fleet, lambda: now[0])
     trial.begin(5.0)
     found = {}
     for second in (0, 59, 60, 119, 120, 179):
         now[0] = 100.0 + second
-        assert trial.look() is None
+        assert trial.poll() is None
         found[second] = trial.shares["n0"]
     assert found == {0: 0.0, 59: 0.0, 60: 0.2, 119: 0.2, 120: 1.0, 179: 1.0}
     now[0] = 280.0
-    assert trial.look() == ("promote", "3 steps of 60 s")
+    assert trial.poll() == ("promote", "3 steps of 60 s")
 
 
 def test_a_share_of_the_nodes(fleet: Fleet) -> None:
     trial = begun(fleet, share=0.34, of="nodes")
     assert trial.shares == {"n0": 1.0, "n1": 1.0, "n2": 0.0}
-    fleet.keepers["n0"].end_trial("trial 1")
-    trial.look()
-    trial.look()
+    fleet.agents["n0"].end_trial("trial 1")
+    trial.poll()
+    trial.poll()
     assert trial.shares == {"n1": 1.0, "n2": 0.0}
 
 
@@ -389,9 +393,9 @@ def test_plans_that_cannot_be_meant(plan: dict[str, Any], said: str) -> None:
 
 
 def test_going_on_with_what_is_over(fleet: Fleet) -> None:
-    keeper = fleet.keepers["n0"]
+    agent = fleet.agents["n0"]
     with pytest.raises(StageClosed, match="n0: the trial trial 1 is over"):
-        keeper.continue_trial("trial 1", 0.1)
-    keeper.end_trial("trial 1")
-    keeper.add_measures(b64encode(b"late").decode())  # nobody's, and not read
-    assert keeper.trial() is None
+        agent.continue_trial("trial 1", 0.1)
+    agent.end_trial("trial 1")
+    agent.add_measures(b64encode(b"late").decode())  # nobody's, and not read
+    assert agent.trial() is None

@@ -156,7 +156,15 @@ def readers(folder: File) -> Iterator[Reader]:
     prompt = {"text_input": "a", "input_ids": [1], "id": "", "parameters": {"stop": ["a", 1], "seed": 1, "variant": ""}}
     yield Reader("generate", lambda raw: decoded(raw, GenerateRequest), _of(prompt))
     for name in ("stage", "canary", "follow"):
-        document = {"source": "a", "why": "", "expect": "", "labels": {"a": "b"}, "share": 0.1, "place": "p", "by": ""}
+        document = {
+            "source": "a",
+            "why": "",
+            "expect": "",
+            "labels": {"a": "b"},
+            "share": 0.1,
+            "desired_store": "p",
+            "by": "",
+        }
         yield Reader(name, partial(decoded, kind=CHANGES[name][0]), _of(document))
     load = {"parameters": {"config": "{}", "weights": "a"}}
     yield Reader("load", lambda raw: staging_of(decoded(raw, LoadRequest)), _of(load))

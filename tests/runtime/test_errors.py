@@ -24,8 +24,8 @@ from weightswap_runtime.transfer.messages import Refusal
 from weightswap_server.admin.documents import refusal_of
 from weightswap_server.errors import admin_failure_of
 
-for room in ("fleet.errors", "server.errors", "server.workers.manager", "runtime.transfer.admin_client"):
-    import_module(f"weightswap_{room}")  # each has errors of its own
+for subpackage in ("fleet.errors", "server.errors", "server.workers.manager", "runtime.transfer.admin_client"):
+    import_module(f"weightswap_{subpackage}")  # each has errors of its own
 EVIL = "layer\n  - forged: all is well\r\x1b[31m\x9b2J\u202e\udcff"
 COPIES: tuple[Callable[[Any], Any], ...] = (
     *(lambda error, protocol=protocol: pickle.loads(pickle.dumps(error, protocol)) for protocol in range(6)),

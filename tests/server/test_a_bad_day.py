@@ -44,11 +44,11 @@ class Plan(NamedTuple):
     back: int
     held: range
     kill_worker: tuple[int, ...]
-    kill_keeper: tuple[int, ...]
+    kill_owner: tuple[int, ...]
     restart: dict[int, int]  # by which signal
 
 
-SHORT = Plan(7, (2,), 4, 5, 3, range(6, 7), kill_worker=(3,), kill_keeper=(5,), restart={})
+SHORT = Plan(7, (2,), 4, 5, 3, range(6, 7), kill_worker=(3,), kill_owner=(5,), restart={})
 LONG = Plan(
     20,
     (3, 6, 11, 14, 17),
@@ -57,7 +57,7 @@ LONG = Plan(
     back=10,
     held=range(13, 16),
     kill_worker=(5, 9, 14),
-    kill_keeper=(8, 12, 17),
+    kill_owner=(8, 12, 17),
     restart={13: signal.SIGTERM, 17: signal.SIGKILL, 20: signal.SIGTERM},
 )
 
@@ -71,7 +71,7 @@ class Seen(NamedTuple):
 
 
 class Day:
-    """A server, a trainer that writes each checkpoint to the place, an operator, and clients."""
+    """A server, a trainer that writes each checkpoint to the desired store, an operator, and clients."""
 
     def __init__(self, plan: Plan, root: Path) -> None:
         self.plan, self.root = plan, root
@@ -100,12 +100,12 @@ class Day:
         self._running.close()
         self.start()
 
-    def kill_keeper(self) -> None:
+    def kill_owner(self) -> None:
         self._kill(self.operator.get("/admin/status")["pid"])
 
     def kill_worker(self) -> None:
-        keeper = self.operator.get("/admin/status")["pid"]
-        self._kill(next(child for child in children_of(self.process.pid) if child != keeper))
+        owner = self.operator.get("/admin/status")["pid"]
+        self._kill(next(child for child in children_of(self.process.pid) if child != owner))
 
     def _kill(self, victim: int) -> None:
         """Kill a process, and wait until another has replaced it."""
@@ -113,7 +113,7 @@ class Day:
         eventually(lambda: victim not in (now := children_of(self.process.pid)) and len(now) == WORKERS + 1)
 
     def train(self, seed: int) -> None:
-        """Write a checkpoint, whole or broken, to the place, as a trainer that checks nothing."""
+        """Write a checkpoint, whole or broken, to the desired store, as a trainer that checks nothing."""
         path = self.service.folder / f"v{seed}.safetensors"
         values = self.tiny.values(seed)
         if seed == self.plan.not_finite:
@@ -128,38 +128,38 @@ class Day:
             self.expected[self.good[seed]] = eager(seed)
         if seed in self.plan.held:
             with pytest.raises(NotPromoted, check=because("held")):
-                self.service.place.promote(path, by="trainer")
+                self.service.desired_store.promote(path, by="trainer")
         else:
-            self.service.place.promote(path, by="trainer")
+            self.service.desired_store.promote(path, by="trainer")
 
     @property
     def wanted(self) -> str:
         """Return the desired checkpoint, or the last whole one before it."""
-        state = self.service.place.read()
+        state = self.service.desired_store.read()
         assert state.weights is not None
         known = [each.weights_id for each in (state.weights, *reversed(state.history))]
         return next(each for each in known if each in self.expected)
 
     def roll_back(self) -> float:
-        """Roll back by the admin plane, and return the time after it. What is not finite is refused by the keeper."""
+        """Roll back by the admin plane, and return the time after it. What is not finite is refused by the owner."""
         bad = weights_id_of(self.service.folder / f"v{self.plan.not_finite}.safetensors")
-        before = self.service.place.read()
+        before = self.service.desired_store.read()
         with pytest.raises(AdminRefused, match="1 NaN"):
             self.operator.post("/admin/models/tiny/rollback", {"to": bad})
-        assert self.service.place.read() == before
+        assert self.service.desired_store.read() == before
         asked = {"to": self.good[self.plan.back][:12], "why": "slow"}
         eventually(lambda: bool(self.operator.post("/admin/models/tiny/rollback", asked)))
         assert self.service.desired == self.good[self.plan.back]
         return time.monotonic()
 
     def release(self) -> None:
-        self.service.place.release(revision=self.service.revision)
+        self.service.desired_store.release(revision=self.service.revision)
         bad = self.service.folder / f"v{self.plan.rollback}.safetensors"
         with pytest.raises(NotPromoted, check=because("superseded")):
-            self.service.place.promote(bad, by="trainer")
+            self.service.desired_store.promote(bad, by="trainer")
 
     def agree(self, wanted: str) -> None:
-        """Wait until the keeper serves a checkpoint; from then on every worker does."""
+        """Wait until the owner serves a checkpoint; from then on every worker does."""
         eventually(lambda: self._told(wanted))
         for _ in range(10):
             eventually(lambda: self._ask().weights_id == wanted, 5)
@@ -227,8 +227,8 @@ def test_every_process_ends_on_what_was_desired(plan: Plan, tmp_path: Path, monk
             rolled_back = day.roll_back()
         if seed in plan.kill_worker:
             day.kill_worker()
-        if seed in plan.kill_keeper:
-            day.kill_keeper()
+        if seed in plan.kill_owner:
+            day.kill_owner()
         if seed in plan.restart:
             day.restart(plan.restart[seed])
         if seed in plan.held:

@@ -19,7 +19,7 @@ import tritonclient.http as triton
 from tests.support.administered import BEARER, TOKEN, administered, call, change, status
 from tests.support.served import as_json, ask
 from tests.support.tiny import SLOW, TinyArtifact, WriteDelta, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, WaitTimeout, load
+from weightswap_runtime import DesiredStore, WaitTimeout, load
 from weightswap_runtime.live.staged import Staged
 from weightswap_server import Server
 from weightswap_server.admin.journal import JournalState
@@ -141,24 +141,24 @@ def test_what_is_refused_changes_nothing_and_is_remembered(
 
 
 @pytest.fixture
-def place(weight_file: WriteWeights, tmp_path: Path) -> DesiredPlace:
+def desired_store(weight_file: WriteWeights, tmp_path: Path) -> DesiredStore:
     (tmp_path / "service").mkdir()
-    found = DesiredPlace(tmp_path / "service")
+    found = DesiredStore(tmp_path / "service")
     found.set(weight_file(1), revision=0, by="ana")
     return found
 
 
-def test_where_a_place_is_followed_changes_are_written_there(
-    server: Server, place: DesiredPlace, weight_file: WriteWeights
+def test_where_a_desired_store_is_followed_changes_are_written_there(
+    server: Server, desired_store: DesiredStore, weight_file: WriteWeights
 ) -> None:
-    """Otherwise the next look of this process, or another, would undo them."""
+    """Otherwise the next poll of this process, or another, would undo them."""
     model = server.service.served[0].model
     assert change(server, "hold").status == 409
-    assert change(server, "follow", place=place.where, interval=0.02).status == 200
-    assert change(server, "follow", place=place.where).status == 409
+    assert change(server, "follow", desired_store=desired_store.where, interval=0.02).status == 200
+    assert change(server, "follow", desired_store=desired_store.where).status == 409
     swapped = change(server, "swap", source=str(weight_file(2)), why="faster")
     assert swapped.status == 200
-    state = place.read()
+    state = desired_store.read()
     assert (state.revision, state.weights.by, state.weights.why) == (2, "token", "faster")
     assert state.weights.weights_id == swapped.json["receipt"]["weights_id"] == model.weights_id
     time.sleep(0.1)  # some looks
@@ -166,13 +166,13 @@ def test_where_a_place_is_followed_changes_are_written_there(
 
     assert change(server, "rollback", why="slower").json["status"]["following"]["on_hold"]
     assert serves(model, 1)
-    state = place.read()
+    state = desired_store.read()
     assert (state.revision, state.hold.by) == (3, "token")
     assert [each.weights_id for each in state.withdrawn] == [swapped.json["receipt"]["weights_id"]]
     time.sleep(0.1)
     assert serves(model, 1)
     assert change(server, "release").status == 200
-    assert place.read().hold is None
+    assert desired_store.read().hold is None
     assert change(server, "hold", why="a feast").json["status"]["following"]["held_why"] == "a feast"
     history = call(server, "/admin/models/tiny/history").json
     assert len(history["withdrawn"]) == 1
@@ -188,38 +188,40 @@ def test_where_a_place_is_followed_changes_are_written_there(
 
 @pytest.mark.usefixtures("_places")
 def test_a_delta_is_desired_with_what_leads_to_its_base(
-    server: Server, place: DesiredPlace, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
+    server: Server, desired_store: DesiredStore, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
 ) -> None:
     model = server.service.served[0].model
-    change(server, "follow", place=place.where, interval=30)
+    change(server, "follow", desired_store=desired_store.where, interval=30)
     swapped = change(server, "swap", source=str(delta(1, 2)), why="little changed")
     assert (swapped.status, swapped.json["receipt"]["kind"], serves(model, 2)) == (200, "delta", True)
-    weights = place.read().weights
+    weights = desired_store.read().weights
     assert weights is not None
     assert (weights.weights_id, [each.source for each in weights.bases]) == (model.weights_id, [str(weight_file(1))])
     other = load(tiny.path)
-    with other.follow(place.where, 0.02) as follower:
+    with other.follow(desired_store.where, 0.02) as follower:
         assert follower.wait(60)
     assert serves(other, 2)
 
     assert change(server, "stage", source=str(delta(2, 3))).status == 200
-    place.set(weight_file(4), revision=2, by="bo")
+    desired_store.set(weight_file(4), revision=2, by="bo")
     refused = change(server, "commit", revision=3)
     assert (refused.status, refused.json["kind"]) == (422, "BaseMismatch")
-    assert (serves(model, 2), place.read().revision) == (True, 3)
+    assert (serves(model, 2), desired_store.read().revision) == (True, 3)
 
 
-def test_each_commit_keeps_its_own_reason(server: Server, place: DesiredPlace, weight_file: WriteWeights) -> None:
-    """Even if the place has another reason for the same weights by now, as after a rollback to them."""
-    change(server, "follow", place=place.where, interval=0.02)
-    place.set(weight_file(2), revision=1, by="bo", why="better")
+def test_each_commit_keeps_its_own_reason(
+    server: Server, desired_store: DesiredStore, weight_file: WriteWeights
+) -> None:
+    """Even if the desired store has another reason for the same weights by now, as after a rollback to them."""
+    change(server, "follow", desired_store=desired_store.where, interval=0.02)
+    desired_store.set(weight_file(2), revision=1, by="bo", why="better")
     limit = time.monotonic() + 20
     while not serves(server.service.served[0].model, 2):
         assert time.monotonic() < limit
         time.sleep(0.01)
     change(server, "swap", source=str(weight_file(3)), why="faster")
     change(server, "rollback", why="wrong")
-    change(server, "rollback", to=place.read().history[0].weights_id, why="worse")
+    change(server, "rollback", to=desired_store.read().history[0].weights_id, why="worse")
     receipts = call(server, "/admin/models/tiny/history").json["receipts"]
     assert [each["why"] for each in receipts] == ["", "better", "faster", "wrong", "worse"]
     assert status(server)["served"]["why"] == "worse"
@@ -250,13 +252,13 @@ def test_a_reason_is_told_before_its_commit(
 
 
 def test_two_operators_do_not_overwrite_each_other(
-    server: Server, place: DesiredPlace, weight_file: WriteWeights
+    server: Server, desired_store: DesiredStore, weight_file: WriteWeights
 ) -> None:
     """Weights staged before another operator's write are not committed over it, but discarded."""
     model = server.service.served[0].model
-    change(server, "follow", place=place.where, interval=0.02)
+    change(server, "follow", desired_store=desired_store.where, interval=0.02)
     assert change(server, "stage", source=str(weight_file(2))).json["status"]["staged"]["ready"]
-    place.set(weight_file(3), revision=1, by="bo")
+    desired_store.set(weight_file(3), revision=1, by="bo")
     assert change(server, "commit").status == 409
     limit = time.monotonic() + 20
     while not serves(model, 3):
@@ -266,11 +268,11 @@ def test_two_operators_do_not_overwrite_each_other(
 
 
 def test_a_rollback_answers_with_its_own_receipt(
-    server: Server, place: DesiredPlace, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+    server: Server, desired_store: DesiredStore, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The receipt is written after the weights are served."""
     model = server.service.served[0].model
-    change(server, "follow", place=place.where, interval=0.02)
+    change(server, "follow", desired_store=desired_store.where, interval=0.02)
     change(server, "swap", source=str(weight_file(2)))
     exchange = model._store.gate.exchange
 
@@ -285,33 +287,34 @@ def test_a_rollback_answers_with_its_own_receipt(
 
 
 def test_a_rollback_leads_to_what_was_served(
-    server: Server, tiny: TinyArtifact, place: DesiredPlace, weight_file: WriteWeights, tmp_path: Path
+    server: Server, tiny: TinyArtifact, desired_store: DesiredStore, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     """It skips weights that were refused. If named, these are refused again, but withdrawn ones are not."""
     model = server.service.served[0].model
-    bad = after_nan(server, place, tiny, weight_file)
+    bad = after_nan(server, desired_store, tiny, weight_file)
     assert change(server, "rollback", to=bad[:12]).status == 422
     assert change(server, "rollback").status == 200
     assert serves(model, 1)
-    assert place.read().withdrawn[0].weights_id == bad
-    assert change(server, "rollback", to=place.read().withdrawn[1].weights_id).status == 200
+    assert desired_store.read().withdrawn[0].weights_id == bad
+    assert change(server, "rollback", to=desired_store.read().withdrawn[1].weights_id).status == 200
     assert serves(model, 4)
     back = change(server, "rollback")
     assert (back.status, serves(model, 1)) == (200, True)
-    assert back.json["receipt"]["weights_id"] == place.read().weights.weights_id
+    assert back.json["receipt"]["weights_id"] == desired_store.read().weights.weights_id
 
 
-def after_nan(server: Server, place: DesiredPlace, tiny: TinyArtifact, weight_file: WriteWeights) -> str:
-    """Follow a place that desired weights with a NaN, which were refused, and then those of seed 4. Return their id."""
+def after_nan(server: Server, desired_store: DesiredStore, tiny: TinyArtifact, weight_file: WriteWeights) -> str:
+    """Follow a desired store that desired weights with a NaN, which were refused, and then those of seed 4. Return
+    their id."""
     nan = tiny.write(weight_file(1).with_name("nan.safetensors"), nan_values(tiny))
-    state = place.set(nan, revision=1, why="never looked at")
-    change(server, "follow", place=place.where, interval=0.02)
+    state = desired_store.set(nan, revision=1, why="never looked at")
+    change(server, "follow", desired_store=desired_store.where, interval=0.02)
     follower = server.service.served[0].model.watching[0]
     limit = time.monotonic() + 20
     while follower.last_error is None:
         assert time.monotonic() < limit
         time.sleep(0.01)
-    place.set(weight_file(4), revision=2)
+    desired_store.set(weight_file(4), revision=2)
     assert follower.wait(20, revision=3)
     assert state.weights is not None
     return state.weights.weights_id
@@ -322,19 +325,19 @@ def nan_values(tiny: TinyArtifact) -> dict[str, torch.Tensor]:
 
 
 def test_a_rollback_to_what_is_refused_writes_nothing(
-    server: Server, place: DesiredPlace, tiny: TinyArtifact, weight_file: WriteWeights
+    server: Server, desired_store: DesiredStore, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
     """Weights are verified before they are desired; what is refused, also in the history, is called that."""
     model = server.service.served[0].model
-    bad = after_nan(server, place, tiny, weight_file)
-    before = place.read()
+    bad = after_nan(server, desired_store, tiny, weight_file)
+    before = desired_store.read()
     history = call(server, "/admin/models/tiny/history").json
     assert [bool(each["refused"]) for each in history["desired"]] == [False, True]
     for options in ({}, {"hold": False}, {"revision": 3}):
         refused = change(server, "rollback", to=bad, **options)
         assert (refused.status, refused.json["kind"]) == (422, "NonFiniteWeights")
         assert "bias: 5 NaN" in refused.json["error"]
-        assert place.read() == before
+        assert desired_store.read() == before
     assert serves(model, 4)
     found = status(server)
     assert (found["staged"], found["following"]["on_hold"], found["following"]["agrees"]) == (None, False, True)
@@ -346,10 +349,10 @@ def test_a_rollback_to_what_is_refused_writes_nothing(
         (True, True),
         (False, False),
     ]
-    before = place.read()
+    before = desired_store.read()
     refused = change(server, "rollback", to=bad)
     assert (refused.status, refused.json["kind"]) == (422, "NonFiniteWeights")
-    assert place.read() == before
+    assert desired_store.read() == before
     assert serves(model, 1)
 
 
@@ -365,18 +368,18 @@ def damaged_goldens(file: Path) -> None:
 
 @pytest.mark.parametrize(("spoil", "kind"), [(damaged, "DigestMismatch"), (damaged_goldens, "WeightFileError")])
 def test_a_rollback_verifies_what_is_no_longer_in_memory(
-    spoil: Callable[[Path], None], kind: str, server: Server, place: DesiredPlace, weight_file: WriteWeights
+    spoil: Callable[[Path], None], kind: str, server: Server, desired_store: DesiredStore, weight_file: WriteWeights
 ) -> None:
     """Every byte and all goldens, as the follower does, though the process has served these weights before."""
-    change(server, "follow", place=place.where, interval=30)
+    change(server, "follow", desired_store=desired_store.where, interval=30)
     for seed in (2, 3):
         assert change(server, "swap", source=str(weight_file(seed))).status == 200
     first = server.service.served[0].model.history[0].weights_id
-    kept, before = weight_file(1).read_bytes(), place.read()
+    kept, before = weight_file(1).read_bytes(), desired_store.read()
     spoil(weight_file(1))
     refused = change(server, "rollback", to=first)
     assert (refused.status, refused.json["kind"]) == (422, kind)
-    assert place.read() == before
+    assert desired_store.read() == before
     assert serves(server.service.served[0].model, 3)
     history = call(server, "/admin/models/tiny/history").json["desired"]
     assert [bool(each["refused"]) for each in history] == [True, False]
@@ -386,7 +389,7 @@ def test_a_rollback_verifies_what_is_no_longer_in_memory(
     receipt = change(server, "rollback", to=first, why="mended").json["receipt"]
     assert (receipt["kind"], receipt["by"], receipt["weights_id"]) == ("full", "token", first)
     assert serves(server.service.served[0].model, 1)
-    state = place.read()
+    state = desired_store.read()
     assert (state.revision, state.weights.why, state.hold.why) == (before.revision + 1, "mended", "mended")
     history = call(server, "/admin/models/tiny/history").json
     assert history["receipts"][-1]["why"] == "mended"
@@ -394,57 +397,57 @@ def test_a_rollback_verifies_what_is_no_longer_in_memory(
 
 
 def test_a_rollback_has_the_options_of_the_follower(
-    tiny: TinyArtifact, place: DesiredPlace, weight_file: WriteWeights, tmp_path: Path
+    tiny: TinyArtifact, desired_store: DesiredStore, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     nan = tiny.write(tmp_path / "nan.safetensors", nan_values(tiny))
     for revision, file in enumerate((nan, weight_file(3)), start=1):
-        place.set(file, revision=revision)
+        desired_store.set(file, revision=revision)
     model = load(tiny.path)
-    with model.follow(place, 30, allow_nonfinite="bias") as follower, administered({"tiny": model}) as server:
+    with model.follow(desired_store, 30, allow_nonfinite="bias") as follower, administered({"tiny": model}) as server:
         assert follower.wait(20)
-        bad = place.read().history[-1].weights_id
+        bad = desired_store.read().history[-1].weights_id
         back = change(server, "rollback", to=bad)
         assert (back.status, back.json["receipt"]["weights_id"], model.weights_id) == (200, bad, bad)
-        assert change(server, "rollback", to=place.read().history[0].weights_id).status == 200
+        assert change(server, "rollback", to=desired_store.read().history[0].weights_id).status == 200
         assert serves(model, 1)
 
 
 @pytest.mark.usefixtures("_places")
 def test_a_rollback_to_a_delta_reads_what_leads_to_its_base(
-    server: Server, place: DesiredPlace, weight_file: WriteWeights, delta: WriteDelta
+    server: Server, desired_store: DesiredStore, weight_file: WriteWeights, delta: WriteDelta
 ) -> None:
-    change(server, "follow", place=place.where, interval=30)
+    change(server, "follow", desired_store=desired_store.where, interval=30)
     model = server.service.served[0].model
     for source in (delta(1, 2), weight_file(3), weight_file(4)):
         assert change(server, "swap", source=str(source)).status == 200
-    changed = place.read().history[1].weights_id
+    changed = desired_store.read().history[1].weights_id
     damaged(weight_file(1))
-    before = place.read()
+    before = desired_store.read()
     assert change(server, "rollback", to=changed).json["kind"] == "DigestMismatch"
-    assert (place.read(), serves(model, 4)) == (before, True)
+    assert (desired_store.read(), serves(model, 4)) == (before, True)
     weight_file(1)  # which writes it again
     assert change(server, "rollback", to=changed).status == 200
     assert serves(model, 2)
 
 
 def test_a_rollback_does_not_wait_for_what_a_follower_stages(
-    tiny: TinyArtifact, place: DesiredPlace, weight_file: WriteWeights, tmp_path: Path
+    tiny: TinyArtifact, desired_store: DesiredStore, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     """It cancels that staging, which would take hours; if the rollback is refused, the follower begins it again."""
     model, begun = load(tiny.path, weight_file(1)), SimpleQueue[str]()
     model.listen(lambda event: begun.put(event.source) if event.kind == "staging" else None)
     other = tiny.write(tmp_path / "other.safetensors", tiny.values(2), graph_id="0" * 64)
-    place.set(other, revision=1, allow_other_graph=True)
-    place.set(weight_file(3), revision=2, allow_other_graph=True)
-    with administered({"tiny": model}) as server, model.follow(place, 30, rate_limit=SLOW):
+    desired_store.set(other, revision=1, allow_other_graph=True)
+    desired_store.set(weight_file(3), revision=2, allow_other_graph=True)
+    with administered({"tiny": model}) as server, model.follow(desired_store, 30, rate_limit=SLOW):
         assert begun.get(timeout=20) == str(weight_file(3))
-        before = place.read()
+        before = desired_store.read()
         refused = change(server, "rollback", to=before.history[1].weights_id)
         assert (refused.status, refused.json["kind"]) == (422, "GraphMismatch")
-        assert place.read() == before
+        assert desired_store.read() == before
         assert [begun.get(timeout=20) for _ in range(2)] == [str(other), str(weight_file(3))]
         assert change(server, "rollback", to=before.history[0].weights_id).status == 200  # it is still served
-        assert (serves(model, 1), place.read().hold is not None) == (True, True)
+        assert (serves(model, 1), desired_store.read().hold is not None) == (True, True)
 
 
 def test_a_rollback_does_not_wait_for_what_a_watcher_stages(
@@ -462,38 +465,38 @@ def test_a_rollback_does_not_wait_for_what_a_watcher_stages(
 
 
 def test_a_rollback_gives_way_to_another_writer(
-    server: Server, place: DesiredPlace, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+    server: Server, desired_store: DesiredStore, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who has written while the weights were verified: nothing is served that the place does not say."""
+    """Who has written while the weights were verified: nothing is served that the desired store does not say."""
     model = server.service.served[0].model
-    change(server, "follow", place=place.where, interval=30)
+    change(server, "follow", desired_store=desired_store.where, interval=30)
     for seed in (2, 3):
         assert change(server, "swap", source=str(weight_file(seed))).status == 200
-    first = place.read().history[0].weights_id
+    first = desired_store.read().history[0].weights_id
     stale = change(server, "rollback", to=first, revision=2)
     assert (stale.status, stale.json["kind"]) == (409, "RevisionConflict")
     wait = Staged.wait
 
     def overtaken(staged: Staged, timeout: float | None = None) -> Staged:
         found = wait(staged, timeout)
-        if place.read().revision == 3:
-            place.hold(revision=3, by="bo")
+        if desired_store.read().revision == 3:
+            desired_store.hold(revision=3, by="bo")
         return found
 
     monkeypatch.setattr(Staged, "wait", overtaken)
     refused = change(server, "rollback", to=first)
     assert (refused.status, refused.json["kind"]) == (409, "RevisionConflict")
-    state = place.read()
+    state = desired_store.read()
     assert (state.revision, state.hold.by, state.weights_id) == (4, "bo", model.weights_id)
     assert (serves(model, 3), status(server)["staged"]) == (True, None)
 
 
 def test_a_rollback_that_is_broken_off_writes_nothing(
-    tiny: TinyArtifact, place: DesiredPlace, weight_file: WriteWeights
+    tiny: TinyArtifact, desired_store: DesiredStore, weight_file: WriteWeights
 ) -> None:
-    place.set(weight_file(2), revision=1)
-    model, before = load(tiny.path, weight_file(2)), place.read()
-    with administered({"tiny": model}) as server, model.follow(place, 30, rate_limit=SLOW):
+    desired_store.set(weight_file(2), revision=1)
+    model, before = load(tiny.path, weight_file(2)), desired_store.read()
+    with administered({"tiny": model}) as server, model.follow(desired_store, 30, rate_limit=SLOW):
         with ThreadPoolExecutor(1) as pool:
             back = pool.submit(change, server, "rollback")
             limit = time.monotonic() + 20
@@ -503,18 +506,22 @@ def test_a_rollback_that_is_broken_off_writes_nothing(
             assert change(server, "discard").status == 200
             refused = back.result(20)
         assert (refused.status, refused.json["kind"]) == (409, "StageCancelled")
-        assert (place.read(), serves(model, 2)) == (before, True)
+        assert (desired_store.read(), serves(model, 2)) == (before, True)
 
 
 @pytest.mark.parametrize("call_of", ["swap", "rollback"])
 def test_what_was_written_is_committed_as_soon_as_it_can_be(
-    call_of: str, server: Server, place: DesiredPlace, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+    call_of: str,
+    server: Server,
+    desired_store: DesiredStore,
+    weight_file: WriteWeights,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A commit for which memory is not free at first is the follower's: the place says so already."""
+    """A commit for which memory is not free at first is the follower's: the desired store says so already."""
     model = server.service.served[0].model
     for revision, seed in enumerate((2, 3), start=1):
-        place.set(weight_file(seed), revision=revision)
-    change(server, "follow", place=place.where, interval=30)
+        desired_store.set(weight_file(seed), revision=revision)
+    change(server, "follow", desired_store=desired_store.where, interval=30)
     assert model.watching[0].wait(20)  # type: ignore[attr-defined]
     commit, tries = Staged.commit, list[str]()
 
@@ -525,20 +532,22 @@ def test_what_was_written_is_committed_as_soon_as_it_can_be(
         return commit(staged, **options)
 
     monkeypatch.setattr(Staged, "commit", held)
-    options = {"source": str(weight_file(4))} if call_of == "swap" else {"to": place.read().history[1].weights_id}
+    options = (
+        {"source": str(weight_file(4))} if call_of == "swap" else {"to": desired_store.read().history[1].weights_id}
+    )
     done = change(server, call_of, **options)
     assert done.status == 200
-    assert done.json["receipt"]["weights_id"] == place.read().weights_id == model.weights_id
+    assert done.json["receipt"]["weights_id"] == desired_store.read().weights_id == model.weights_id
     assert tries == [model.weights_id] * 2
     assert status(server)["staged"] is None
 
 
 def test_what_is_staged_is_not_desired_once_its_file_is_another(
-    server: Server, place: DesiredPlace, weight_file: WriteWeights
+    server: Server, desired_store: DesiredStore, weight_file: WriteWeights
 ) -> None:
     """Every other process, and this one after a restart, reads the file."""
-    change(server, "follow", place=place.where, interval=30)
-    before = place.read()
+    change(server, "follow", desired_store=desired_store.where, interval=30)
+    before = desired_store.read()
     assert change(server, "stage", source=str(weight_file(2))).status == 200
     other = weight_file(2).read_bytes()
     for spoil, kind in (
@@ -548,23 +557,23 @@ def test_what_is_staged_is_not_desired_once_its_file_is_another(
         spoil()
         refused = change(server, "commit")
         assert (refused.status, refused.json["kind"]) == (422, kind)
-        assert (place.read(), serves(server.service.served[0].model, 1)) == (before, True)
+        assert (desired_store.read(), serves(server.service.served[0].model, 1)) == (before, True)
     weight_file(2).write_bytes(other)
     assert change(server, "commit").status == 200
-    assert place.read().weights_id == server.service.served[0].model.weights_id
+    assert desired_store.read().weights_id == server.service.served[0].model.weights_id
 
 
 def test_what_is_staged_before_the_process_has_read_what_is_desired_gives_way(
-    server: Server, place: DesiredPlace, weight_file: WriteWeights
+    server: Server, desired_store: DesiredStore, weight_file: WriteWeights
 ) -> None:
     """The operator had seen another's rollback; this process had not, and would keep the staged weights for an hour."""
     model = server.service.served[0].model
-    place.set(weight_file(2), revision=1, by="ana")
-    change(server, "follow", place=place.where, interval=0.5)
+    desired_store.set(weight_file(2), revision=1, by="ana")
+    change(server, "follow", desired_store=desired_store.where, interval=0.5)
     limit = time.monotonic() + 20
     while not serves(model, 2):
         assert time.monotonic() < limit
-    place.rollback(revision=2, by="bo")
+    desired_store.rollback(revision=2, by="bo")
     assert change(server, "stage", source=str(weight_file(3))).json["status"]["staged"]["ready"]
     while not serves(model, 1):
         assert time.monotonic() < limit
@@ -573,35 +582,35 @@ def test_what_is_staged_before_the_process_has_read_what_is_desired_gives_way(
 
 
 def test_what_is_staged_stays_where_what_is_desired_cannot_be_served(
-    server: Server, place: DesiredPlace, weight_file: WriteWeights
+    server: Server, desired_store: DesiredStore, weight_file: WriteWeights
 ) -> None:
     bad = weight_file(4)
-    place.set(bad, revision=1, by="ana")
+    desired_store.set(bad, revision=1, by="ana")
     bad.write_bytes(bad.read_bytes()[:-3])
-    change(server, "follow", place=place.where, interval=0.02)
+    change(server, "follow", desired_store=desired_store.where, interval=0.02)
     limit = time.monotonic() + 20
     while not status(server)["following"]["error"]:
         assert time.monotonic() < limit
     assert change(server, "stage", source=str(weight_file(3))).json["status"]["staged"]["ready"]
-    time.sleep(1.2)  # two looks after it
+    time.sleep(1.2)  # two polls after it
     assert change(server, "commit").status == 200
     assert serves(server.service.served[0].model, 3)
 
 
 def test_of_two_that_end_what_is_staged_one_does(
-    server: Server, place: DesiredPlace, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+    server: Server, desired_store: DesiredStore, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refused commit writes nothing, and nothing is discarded between a write and its commit."""
     model = server.service.served[0].model
-    change(server, "follow", place=place.where, interval=30)
-    write = DesiredPlace.set
+    change(server, "follow", desired_store=desired_store.where, interval=30)
+    write = DesiredStore.set
 
     def slow_write(*args: Any, **options: Any) -> Any:
         state = write(*args, **options)
         time.sleep(0.1)
         return state
 
-    monkeypatch.setattr(DesiredPlace, "set", slow_write)
+    monkeypatch.setattr(DesiredStore, "set", slow_write)
     with ThreadPoolExecutor(2) as pool:
         for number, other in enumerate(("commit", "discard")):
             change(server, "stage", source=str(weight_file(2 + number)))
@@ -610,7 +619,7 @@ def test_of_two_that_end_what_is_staged_one_does(
             two = pool.submit(change, server, other)
             assert one.result(20).status == 200
             assert two.result(20).status == (409 if other == "commit" else 200)
-            state = place.read()
+            state = desired_store.read()
             assert (state.revision, state.weights.weights_id) == (2 + number, model.weights_id)
             assert serves(model, 2 + number)
 

@@ -19,7 +19,7 @@ from tests.support.described import MODES, try_operation
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import Unsupported, load
 from weightswap_server import AdminSettings, Server
-from weightswap_server.admin.access import Allowed, Tokens, read_tokens
+from weightswap_server.admin.access import AllowList, Tokens, read_tokens
 from weightswap_server.admin.audit import AuditLog
 from weightswap_server.errors import Forbidden, NotReady
 
@@ -166,24 +166,24 @@ def test_what_was_not_allowed_is_not_read(server: Server, folder: Path, source: 
         assert "password" not in refused.json["error"].replace("user, password", "")
     if not named.endswith("/w.safetensors"):
         assert change(server, "watch", directory=named).status == 403
-        assert change(server, "follow", place=named).status == 403
+        assert change(server, "follow", desired_store=named).status == 403
     audit = (folder / "audit.jsonl").read_text()
     assert "token=secret" not in audit
     assert "user:password" not in audit
 
 
 def test_what_was_allowed(folder: Path) -> None:
-    allowed = Allowed([str(folder / "allowed"), "https://models.example/prod", "s3://bucket"], folder / "uploads")
+    allowed = AllowList([str(folder / "allowed"), "https://models.example/prod", "s3://bucket"], folder / "uploads")
     file = folder / "allowed" / "v2.safetensors"
     assert allowed.weights(str(file)) == str(file)
     assert allowed.weights(os.path.relpath(file)) == str(file)
     for url in ("https://models.example/prod/a/v.safetensors", "s3://bucket/v", "s3://bucket/v?versionId=a.b_c"):
         assert allowed.weights(url) == url
     with pytest.raises(Forbidden):
-        Allowed([]).weights(str(file))
+        AllowList([]).weights(str(file))
     for wrong in ("nowhere", "https://u:p@host/", "https://host/?a=b", "file:///tmp", "https://host/../a"):
         with pytest.raises(Unsupported, match="admin-allow"):
-            Allowed([wrong])
+            AllowList([wrong])
 
 
 def listed(server: Server) -> dict[str, int]:

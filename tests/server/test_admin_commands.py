@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from tests.support.administered import TOKEN, administered
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, Model, load, write_delta
+from weightswap_runtime import DesiredStore, Model, load, write_delta
 from weightswap_runtime.transfer import admin_client
 from weightswap_runtime.transfer.admin_client import AdminClient, AdminUnreachable
 from weightswap_server import Server
@@ -144,17 +144,17 @@ def test_what_is_staged_is_committed_or_discarded(server: Server, model: Model, 
     assert "the model follows none" in operate(hold_command, server, status=1)
 
 
-def test_a_followed_place_is_rolled_back_held_and_released(
+def test_a_followed_desired_store_is_rolled_back_held_and_released(
     server: Server, model: Model, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     (tmp_path / "service").mkdir()
-    place = DesiredPlace(tmp_path / "service")
-    first = place.set(weight_file(1), revision=0).weights_id
+    desired_store = DesiredStore(tmp_path / "service")
+    first = desired_store.set(weight_file(1), revision=0).weights_id
     with model.follow(tmp_path / "service", 0.01) as follower:
         assert follower.wait(60)
         push(server, weight_file(2), "--revision", "latest")
         assert "generation  " in operate(rollback_command, server, str(first)[:8], "--no-hold", "--revision", 2)
-        assert (place.read().hold, serves(model, 1)) == (None, True)
+        assert (desired_store.read().hold, serves(model, 1)) == (None, True)
         assert "this change is based on 1" in operate(hold_command, server, "--revision", 1, status=1)
         assert "on hold by token: friday" in operate(hold_command, server, "--why", "friday", "--revision", "latest")
         assert "on hold" not in operate(release_command, server)
@@ -164,7 +164,7 @@ def test_a_followed_place_is_rolled_back_held_and_released(
         operate(commit_command, server, "--revision", "latest")
         assert serves(model, 2)
         assert "expected a number, or `latest`" in operate(release_command, server, "--revision", "last", status=2)
-    assert place.read().revision == 7
+    assert desired_store.read().revision == 7
 
 
 def test_who_serves_what_is_desired(
@@ -196,23 +196,23 @@ def test_who_serves_what_is_desired(
         bad = bytearray(weight_file(3).read_bytes())
         bad[-1] ^= 1
         (folder / "bad.safetensors").write_bytes(bad)
-        DesiredPlace(folder).set(folder / "bad.safetensors", revision=1)
+        DesiredStore(folder).set(folder / "bad.safetensors", revision=1)
         ((_, agrees, why),) = desired("--wait", "--timeout", 2, "--model", "tiny", status=1)
         assert (agrees, "the file records the digest" in why) == (False, True)
-    assert desired("--model", "tiny", status=1) == [("tiny", False, "follows no place")]
+    assert desired("--model", "tiny", status=1) == [("tiny", False, "follows no desired store")]
     assert desired("--model", "other", status=1) == [("other", False, "has no such model")]
     done = CliRunner().invoke(desired_command, [str(folder), "--wait"])
     assert (done.exit_code, "--server" in done.output) == (2, True)
 
 
-def test_a_place_that_cannot_be_read_is_told(
+def test_a_desired_store_that_cannot_be_read_is_told(
     server: Server, model: Model, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     """Even if the desired weights that were read last are served."""
     (tmp_path / "service").mkdir()
-    place = DesiredPlace(tmp_path / "service")
-    place.set(weight_file(1), revision=0, by="ana")
-    with model.follow(place.where, 0.02) as follower:
+    desired_store = DesiredStore(tmp_path / "service")
+    desired_store.set(weight_file(1), revision=0, by="ana")
+    with model.follow(desired_store.where, 0.02) as follower:
         assert follower.wait(20)
         assert "revision 1\n" in CliRunner().invoke(status_command, [url_of(server)]).stdout
         (tmp_path / "service" / "desired.json").write_text('{"revi')
@@ -320,11 +320,11 @@ def test_sockets(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_as_a_process(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
-    """A server that follows a place: pushed weights become desired, and are served after a restart, too."""
+    """A server that follows a desired store: pushed weights become desired, and are served after a restart, too."""
     (tmp_path / "service").mkdir()
     (tmp_path / "uploads").mkdir()
     (tmp_path / "token").write_text(f"ana {TOKEN}\n")
-    DesiredPlace(tmp_path / "service").set(weight_file(1), revision=0)
+    DesiredStore(tmp_path / "service").set(weight_file(1), revision=0)
     token = ["--token-file", str(tmp_path / "token")]
     for revision in (1, 2):
         with served(
@@ -337,7 +337,7 @@ def test_as_a_process(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: P
             if revision == 1:
                 done = CliRunner().invoke(push_command, [url, str(weight_file(2)), *token])
                 assert done.exit_code == 0, done.stderr
-    state = DesiredPlace(tmp_path / "service").read()
+    state = DesiredStore(tmp_path / "service").read()
     assert state.weights is not None
     assert (state.revision, state.weights.by) == (2, "ana")
 

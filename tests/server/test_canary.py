@@ -24,12 +24,12 @@ from typer.testing import CliRunner
 from tests.support.administered import TOKEN, administered, call, change, status
 from tests.support.served import Reply, as_json, ask, occupied
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, StageClosed, Unsupported, load
+from weightswap_runtime import DesiredStore, StageClosed, Unsupported, load
 from weightswap_runtime.errors import InputMismatch
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors import array_content
 from weightswap_server import Server
-from weightswap_server.canary import CanaryPlan, Differences, Judgement, Rule, Side, check_plan, has_nonfinite
+from weightswap_server.canary import CanaryAnalysis, CanaryPlan, Differences, Rule, Side, check_plan, has_nonfinite
 from weightswap_server.methods import ServedMethod
 from weightswap_tools.commands.push import canary_command
 
@@ -60,8 +60,8 @@ def begin(server: Server, weights: Path, **fields: Any) -> str:
     return str(begun.json["status"]["canary"]["weights_id"])
 
 
-def answer(server: Server, x: np.ndarray[Any, Any] = X, wish: str | None = None) -> Reply:
-    found = ask(server, INFER, as_json(x=x), {} if wish is None else {"X-Weightswap-Canary": wish})
+def answer(server: Server, x: np.ndarray[Any, Any] = X, routing: str | None = None) -> Reply:
+    found = ask(server, INFER, as_json(x=x), {} if routing is None else {"X-Weightswap-Canary": routing})
     assert found.status == 200, found.body
     return found
 
@@ -119,9 +119,9 @@ def test_the_share_is_kept_and_wishes_are_met(server: Server, weight_file: Write
     canary = begin(server, weight_file(2), share=0.2)
     answers = [answer(server).json["parameters"] for _ in range(40)]
     assert Counter(each["weights_id"] for each in answers) == {served: 32, canary: 8}
-    wished = answer(server, wish="1").json
+    wished = answer(server, routing="1").json
     assert (wished["model_version"], wished["parameters"]) == ("canary", {"generation": None, "weights_id": canary})
-    assert {answer(server, wish="0").json["parameters"]["weights_id"] for _ in range(9)} == {served}
+    assert {answer(server, routing="0").json["parameters"]["weights_id"] for _ in range(9)} == {served}
     asked = ask(server, "/v2/models/tiny/versions/0/infer", as_json(x=X), {"X-Weightswap-Canary": "1"})
     assert asked.json["parameters"]["weights_id"] == served
 
@@ -134,7 +134,7 @@ def test_the_share_is_kept_and_wishes_are_met(server: Server, weight_file: Write
     assert f'weightswap_server_requests_total{{model="tiny",status="200",weights_id="{canary}"}} 10.0' in metrics
 
     assert change(server, "discard").json["status"]["canary"] is None
-    assert answer(server, wish="1").json["parameters"]["weights_id"] == served
+    assert answer(server, routing="1").json["parameters"]["weights_id"] == served
 
 
 def test_a_batch_is_never_of_both(server: Server, weight_file: WriteWeights) -> None:
@@ -251,9 +251,9 @@ def test_what_the_requests_break_is_not_the_canarys_fault(
 
 def test_a_rule_promotes_and_has_it_desired(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:
     (tmp_path / "service").mkdir()
-    place = DesiredPlace(tmp_path / "service")
-    place.set(weight_file(1), revision=0)
-    assert change(server, "follow", place=place.where, interval=0.05).status == 200
+    desired_store = DesiredStore(tmp_path / "service")
+    desired_store.set(weight_file(1), revision=0)
+    assert change(server, "follow", desired_store=desired_store.where, interval=0.05).status == 200
     canary = begin(
         server,
         weight_file(2),
@@ -266,7 +266,7 @@ def test_a_rule_promotes_and_has_it_desired(server: Server, weight_file: WriteWe
     until(lambda: status(server)["canary"] is None)
     model = server.service.served[0].model
     assert (model.weights_id, serves(model, 2)) == (canary, True)
-    state = place.read()
+    state = desired_store.read()
     assert state.weights is not None
     assert (state.weights.weights_id, state.weights.by) == (canary, "token")
     assert state.weights.why.startswith("better tags (canary: requests >= 5")
@@ -295,11 +295,11 @@ def test_a_verdict_is_about_the_canary_that_it_was_told_of(server: Server, weigh
 
 def test_a_canary_gives_way_to_what_others_desire(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:
     (tmp_path / "service").mkdir()
-    place = DesiredPlace(tmp_path / "service")
-    place.set(weight_file(1), revision=0)
-    change(server, "follow", place=place.where, interval=0.05)
+    desired_store = DesiredStore(tmp_path / "service")
+    desired_store.set(weight_file(1), revision=0)
+    change(server, "follow", desired_store=desired_store.where, interval=0.05)
     begin(server, weight_file(2), share=0.5, promote_if="requests >= 1000")
-    place.set(weight_file(3), revision=1, by="bo")
+    desired_store.set(weight_file(3), revision=1, by="bo")
     until(lambda: serves(server.service.served[0].model, 3))
     assert status(server)["canary"] is None
 
@@ -412,7 +412,7 @@ def test_how_long_a_rule_has_to_hold(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("rule", ["errors < 0.001", "nonfinite == 0", "errors <= served_errors"])
 def test_nothing_is_promoted_before_it_is_measured(rule: str) -> None:
-    judgement = Judgement(CanaryPlan(share=0.1, promote_if=rule))
+    judgement = CanaryAnalysis(CanaryPlan(share=0.1, promote_if=rule))
     assert judgement.verdict() is None
     for side in (judgement.canary, judgement.served):
         side.answered(0.1)
@@ -421,7 +421,7 @@ def test_nothing_is_promoted_before_it_is_measured(rule: str) -> None:
 
 
 def test_what_fails_at_once_is_aborted() -> None:
-    judgement = Judgement(CanaryPlan(share=1))
+    judgement = CanaryAnalysis(CanaryPlan(share=1))
     assert judgement.verdict() is None
     judgement.canary.failed()
     assert judgement.verdict() == ("abort", judgement.plan.abort_if)

@@ -50,9 +50,9 @@ class Crew(NamedTuple):
         said = self.operator.post(f"{CHANGES}canary", {"source": str(self.fleet.files[seed]), **fields})
         return str(said["status"]["canary"]["weights_id"])
 
-    def ask(self, wish: str | None = None) -> str:
+    def ask(self, routing: str | None = None) -> str:
         """Return the weights that have answered on a new connection, after checking the answer."""
-        headers = {} if wish is None else {"X-Weightswap-Canary": wish}
+        headers = {} if routing is None else {"X-Weightswap-Canary": routing}
         with closing(http.client.HTTPConnection("127.0.0.1", self.fleet.http_port, timeout=20)) as connection:
             connection.request("POST", "/v2/models/tiny/infer", json.dumps(as_json(x=INPUT)), headers)
             reply = connection.getresponse()
@@ -101,9 +101,9 @@ def test_grpc(crew: Crew) -> None:
     found: Counter[str] = Counter()
     for _ in range(4):
         with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{crew.fleet.grpc_port}") as client:
-            for wish, wanted in (("1", {canary}), ("0", {served}), (None, {canary, served})):
+            for routing, wanted in (("1", {canary}), ("0", {served}), (None, {canary, served})):
                 for _ in range(10):
-                    headers = {"x-weightswap-canary": wish} if wish else None
+                    headers = {"x-weightswap-canary": routing} if routing else None
                     answer = client.infer("tiny", [tensor], headers=headers)
                     weights_id = answer.get_response().parameters["weights_id"].string_param
                     assert weights_id in wanted
@@ -159,17 +159,17 @@ def _kill_worker(crew: Crew, canary: str) -> None:
     eventually(lambda: {crew.ask("1") for _ in range(20)} == {canary})
 
 
-def _kill_keeper(crew: Crew) -> None:
-    """Kill the keeper; its staged weights are discarded."""
-    keeper = crew.fleet.children[0]
-    os.kill(keeper, signal.SIGKILL)
-    eventually(lambda: keeper not in crew.fleet.children and crew.status["canary"] is None)
+def _kill_owner(crew: Crew) -> None:
+    """Kill the owner; its staged weights are discarded."""
+    owner = crew.fleet.children[0]
+    os.kill(owner, signal.SIGKILL)
+    eventually(lambda: owner not in crew.fleet.children and crew.status["canary"] is None)
     assert crew.ask("1") == crew.served
 
 
 @pytest.mark.slow
 def test_under_load_whoever_is_killed(crew: Crew) -> None:
-    """Canaries come and go, workers and the keeper are killed: each answer is of the weights that it names."""
+    """Canaries come and go, workers and the owner are killed: each answer is of the weights that it names."""
     ended = False
 
     def client() -> Counter[str]:
@@ -191,7 +191,7 @@ def test_under_load_whoever_is_killed(crew: Crew) -> None:
                 if turn == 2:
                     _kill_worker(crew, canary)
                 if turn == 4:
-                    _kill_keeper(crew)
+                    _kill_owner(crew)
                     continue
                 crew.operator.post(f"{CHANGES}{'commit' if turn % 2 else 'discard'}", {})
         finally:
@@ -210,10 +210,10 @@ def test_what_was_taken_and_added_is_what_one_has_measured() -> None:
             side.examined(number % 4 == 0)
         if number % 30 == 0:
             for part in parts:
-                total.add(part.take())
+                total.add(part.drain())
     for part in parts:
-        total.add(part.take())
-        assert part.take().requests == 0
+        total.add(part.drain())
+        assert part.drain().requests == 0
     assert total.values("") == whole.values("")
 
 
@@ -222,7 +222,7 @@ def test_infinite_differences_are_told() -> None:
     zeros, infinite = (array_content(np.full(2, value, np.float32)) for value in (0, np.inf))
     assert one.compare([("y", zeros)], [("y", infinite)])
     told = one.values()
-    other.add(msgspec.msgpack.decode(msgspec.msgpack.encode(one.take()), type=Compared))
+    other.add(msgspec.msgpack.decode(msgspec.msgpack.encode(one.drain()), type=Compared))
     assert other.values() == told
     assert told["max_rel"] == np.inf
     assert one.values()["compared"] == 0

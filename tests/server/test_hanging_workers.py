@@ -36,7 +36,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     (folder / "hanging_operators.py").write_text(HANGING)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        options = ["--follow", str(folder / "place"), "--worker-timeout", "3", "--op-library", "hanging_operators"]
+        options = [
+            "--follow",
+            str(folder / "desired_store"),
+            "--worker-timeout",
+            "3",
+            "--op-library",
+            "hanging_operators",
+        ]
         with serving(folder, 2, *options) as found:
             yield found
 
@@ -58,7 +65,9 @@ def test_a_stopped_worker_is_replaced_under_load(fleet: Fleet, tmp_path: Path) -
         fleet.infer()  # a new connection is the other worker's
         during += 1
         if during % 20 == 1:
-            fleet.place.set(fleet.files[during // 20 % 3 + 1], revision=fleet.place.read().revision, by="test")
+            fleet.desired_store.set(
+                fleet.files[during // 20 % 3 + 1], revision=fleet.desired_store.read().revision, by="test"
+            )
     eventually(lambda: len(fleet.children) == 3)
     assert other in fleet.children
     fleet.desire(3)
@@ -80,10 +89,10 @@ def test_a_worker_whose_loop_is_blocked_is_replaced(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_keeper_is_replaced(fleet: Fleet) -> None:
-    keeper, *workers = fleet.children
-    os.kill(keeper, signal.SIGSTOP)
-    eventually(lambda: keeper not in fleet.children)
+def test_a_stopped_owner_is_replaced(fleet: Fleet) -> None:
+    owner, *workers = fleet.children
+    os.kill(owner, signal.SIGSTOP)
+    eventually(lambda: owner not in fleet.children)
     fleet.desire(2)
     assert set(workers) < set(fleet.children)
 

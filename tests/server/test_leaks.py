@@ -142,7 +142,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             yield found
 
 
-def test_manager_keeper_and_workers(fleet: Fleet) -> None:
+def test_manager_owner_and_workers(fleet: Fleet) -> None:
     folder = fleet.files[1].parent
     operator = AdminClient(f"unix://{folder / 's'}", TOKEN)
     processes = [fleet.process.pid, *fleet.children]

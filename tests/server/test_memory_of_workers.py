@@ -32,8 +32,8 @@ def _write(folder: Path, nbytes: int) -> list[str]:
     return [str(folder / "m.artifact"), "-w", str(folder / "1.safetensors"), "--watch", str(folder / "outbox")]
 
 
-def _taken(arguments: list[str], folder: Path, workers: int) -> int:
-    """Return the bytes of keeper and workers after both arenas were served; shared pages count once."""
+def _drained(arguments: list[str], folder: Path, workers: int) -> int:
+    """Return the bytes of owner and workers after both arenas were served; shared pages count once."""
     program = "from weightswap_tools.program import main; main()"
     options = ["--port", "0", "--interval", "0.1", "--workers", str(workers), "--threads", "1"]
     command = [sys.executable, "-c", program, "serve", *arguments, *options]
@@ -63,12 +63,12 @@ def _taken(arguments: list[str], folder: Path, workers: int) -> int:
 
 
 def beyond_libraries(folder: Path, nbytes: int) -> dict[int, int]:
-    """Return the bytes of one worker and of four, with the keeper's, beyond those for a model without weights."""
+    """Return the bytes of one worker and of four, with the owner's, beyond those for a model without weights."""
     taken: dict[tuple[str, int], int] = {}
     for name, size in (("small", 0), ("large", nbytes)):
         (folder / name).mkdir()
         arguments = _write(folder / name, size)
-        taken |= {(name, workers): _taken(arguments, folder / name, workers) for workers in (1, 4)}
+        taken |= {(name, workers): _drained(arguments, folder / name, workers) for workers in (1, 4)}
     return {workers: taken["large", workers] - taken["small", workers] for workers in (1, 4)}
 
 

@@ -69,17 +69,17 @@ class Coders(NamedTuple):
         index = json.loads(self.ask("/v2/repository/index", {"ready": False}))
         return {entry["name"]: entry["state"] for entry in index}
 
-    def seed_of(self, name: str, wish: str = "0") -> int:
+    def seed_of(self, name: str, routing: str = "0") -> int:
         """Return the seed whose weights a method answers with, or 0."""
         x = X if name != "tiny.decode" else np.ones((2, 4), np.float32)
-        answer = json.loads(self.ask(f"/v2/models/{name}/infer", as_json(x=x), {"X-Weightswap-Canary": wish}))
+        answer = json.loads(self.ask(f"/v2/models/{name}/infer", as_json(x=x), {"X-Weightswap-Canary": routing}))
         assert answer["model_name"] == name
         found = np.array(answer["outputs"][0]["data"], np.float32).reshape(2, -1)
         return next((seed for seed in SEEDS if np.allclose(found, eager(seed, name, x), rtol=1e-5, atol=1e-5)), 0)
 
-    def seeds(self, wish: str = "0") -> set[int]:
+    def seeds(self, routing: str = "0") -> set[int]:
         """Return the seeds of all methods, from any workers."""
-        return {self.seed_of(name, wish) for _ in range(4) for name in METHODS}
+        return {self.seed_of(name, routing) for _ in range(4) for name in METHODS}
 
 
 def eager(seed: int, name: str, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -152,8 +152,8 @@ def test_a_canary_answers_for_all_methods_and_is_measured(coders: Coders) -> Non
 def test_methods_are_counted_each_and_who_dies_is_replaced(coders: Coders) -> None:
     text = coders.ask("/metrics").decode()
     assert all(f'weightswap_server_requests_total{{model="{name}"' in text for name in METHODS)
-    keeper, worker, _ = children_of(coders.pid)
-    for killed in (worker, keeper):
+    owner, worker, _ = children_of(coders.pid)
+    for killed in (worker, owner):
         os.kill(killed, signal.SIGKILL)
         eventually(lambda gone=killed: gone not in children_of(coders.pid) and len(children_of(coders.pid)) == 3)  # type: ignore[misc]
         eventually(lambda: coders.seeds() == {1})

@@ -18,7 +18,7 @@ from tests.support.administered import TOKEN, administered, change
 from tests.support.served import as_json, ask, serving
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
 from weightswap_runtime import (
-    DesiredPlace,
+    DesiredStore,
     NonFiniteWeights,
     Sender,
     Sending,
@@ -61,7 +61,7 @@ def test_a_server_that_starts_again_begins_with_what_was_served_last(
             sender.send(tiny.values(3))
     with ModelSource(artifact=str(tiny.path), keep=kept).open() as model:
         assert serves(model, 3)
-    with pytest.raises(Unsupported, match="those of a directory or a place are in files already"):
+    with pytest.raises(Unsupported, match="those of a directory or a desired store are in files already"):
         ModelSource(artifact=str(tiny.path), watch=str(tmp_path), keep=kept).open()
 
 
@@ -87,10 +87,10 @@ def test_a_model_has_one_source(other: str, tiny: TinyArtifact, tmp_path: Path) 
     arguments = [str(tiny.path), "--port", "0", "--receive", f"unix:{tmp_path / 'x'}", other, str(tmp_path)]
     refused = CliRunner().invoke(serve_command, arguments)
     assert refused.exit_code == 2
-    assert "can neither follow a place nor watch a directory" in refused.stderr
+    assert "can neither follow a desired store nor watch a directory" in refused.stderr
 
 
-def test_all_workers_serve_what_the_keeper_receives(tmp_path: Path, weight_file: WriteWeights) -> None:
+def test_all_workers_serve_what_the_owner_receives(tmp_path: Path, weight_file: WriteWeights) -> None:
     tiny = TinyArtifact(tmp_path / "workers" / "tiny.artifact")
     at = f"unix:{tmp_path / 'x.sock'}"
     (tmp_path / "token").write_text(TOKEN)
@@ -106,7 +106,7 @@ def test_all_workers_serve_what_the_keeper_receives(tmp_path: Path, weight_file:
         Sender(f"http://127.0.0.1:{operated[1]}", tiny.path, token=TOKEN) as remote,
     ):
         expected: dict[str, np.ndarray] = {}
-        fleet = Fleet(process, http, grpc, DesiredPlace(tmp_path), {}, expected)
+        fleet = Fleet(process, http, grpc, DesiredStore(tmp_path), {}, expected)
         eventually(lambda: fleet.get("/v2/health/ready") == b"")
         for seed, each in ((2, sender), (3, remote)):
             receipt = each.send(tiny.values(seed))
@@ -116,10 +116,10 @@ def test_all_workers_serve_what_the_keeper_receives(tmp_path: Path, weight_file:
                 assert fleet.infer()[0] == receipt.weights_id
         with pytest.raises(NonFiniteWeights):
             sender.send({**tiny.values(3), "bias": tiny.values(3)["bias"] * float("nan")})
-        keeper, *_ = children_of(process.pid)
-        os.kill(keeper, signal.SIGKILL)  # the segment keeps what was sent
+        owner, *_ = children_of(process.pid)
+        os.kill(owner, signal.SIGKILL)  # the segment keeps what was sent
         assert fleet.infer()[0] == receipt.weights_id
-        eventually(lambda: children_of(process.pid)[-1] != keeper and Path(at.removeprefix("unix:")).exists())
+        eventually(lambda: children_of(process.pid)[-1] != owner and Path(at.removeprefix("unix:")).exists())
 
         def sent() -> bool:
             try:

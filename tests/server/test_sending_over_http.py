@@ -24,7 +24,7 @@ from tests.support.served import Reply
 from tests.support.tiny import TinyArtifact, Values, WriteWeights, serves
 from weightswap_exporter import export
 from weightswap_runtime import (
-    DesiredPlace,
+    DesiredStore,
     GraphMismatch,
     Model,
     NonFiniteWeights,
@@ -172,11 +172,11 @@ def test_options_are_those_of_a_staging(
     assert call(server, "/admin/models/large/swap", content, method="PUT").status == 404
 
 
-def test_where_a_place_is_followed_it_says_what_is_served(
+def test_where_a_desired_store_is_followed_it_says_what_is_served(
     server: Server, model: Model, sender: Sender, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
-    place = DesiredPlace(tmp_path)
-    place.set(weight_file(2), revision=0, by="ci")
+    desired_store = DesiredStore(tmp_path)
+    desired_store.set(weight_file(2), revision=0, by="ci")
     follower = model.follow(tmp_path, 0.05)
     eventually(lambda: serves(model, 2))
     with pytest.raises(TransferFailed, match=r"follows .*, which says what is served, and nobody else could read"):
@@ -201,11 +201,11 @@ def test_senders_wait_for_each_other(server: Server, model: Model, sender: Sende
     assert [receipt.generation for receipt in model.history] == [0, 1, 2]
 
 
-def test_a_place_that_is_followed_meanwhile_refuses_what_it_cannot_name(
+def test_a_desired_store_that_is_followed_meanwhile_refuses_what_it_cannot_name(
     server: Server, model: Model, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     assert put(server, weight_file(1).read_bytes(), "stage").status == 200
-    DesiredPlace(tmp_path).set(weight_file(0), revision=0, by="ci")
+    DesiredStore(tmp_path).set(weight_file(0), revision=0, by="ci")
     model.follow(tmp_path, 60.0)
     refused = change(server, "commit")
     assert (refused.status, "nobody else could read these weights" in refused.json["error"]) == (409, True)

@@ -76,7 +76,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Several]:
 
 
 def test_requests_and_swaps_have_spans(several: Several) -> None:
-    """The span of a request is of its worker, that of a swap of the keeper alone."""
+    """The span of a request is of its worker, that of a swap of the owner alone."""
     collected = several.collected
 
     def said(what: bytes) -> int:
@@ -114,8 +114,8 @@ def test_a_trainers_update_reaches_all_workers_of_its_model(several: Several) ->
 def test_each_has_its_own_weights_whoever_is_killed(several: Several) -> None:
     several.operator.post("/admin/models/second/swap", {"source": several.files[3]})
     assert several.served() == {(1, 3)}
-    keeper, worker, _ = several.children
-    for killed in (worker, keeper):
+    owner, worker, _ = several.children
+    for killed in (worker, owner):
         os.kill(killed, signal.SIGKILL)
         eventually(lambda gone=killed: gone not in several.children and len(several.children) == 3)  # type: ignore[misc]
         eventually(lambda: several.served() == {(1, 3)})

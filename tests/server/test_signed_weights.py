@@ -22,7 +22,7 @@ from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from tests.support.watched import SOON, eventually
 from weightswap_runtime import (
-    DesiredPlace,
+    DesiredStore,
     DigestMismatch,
     Follower,
     MissingExtra,
@@ -190,9 +190,9 @@ def test_watchers_and_followers_take_nothing_else(
             assert time.monotonic() < limit
             time.sleep(0.01)
         assert isinstance(watcher.skipped["v2.safetensors"], SignatureRefused)
-    place = DesiredPlace(service)
-    place.set(weight_file(3), revision=0)
-    with model.follow(place, 0.02) as follower:
+    desired_store = DesiredStore(service)
+    desired_store.set(weight_file(3), revision=0)
+    with model.follow(desired_store, 0.02) as follower:
         while not follower.last_error:
             assert time.monotonic() < limit
             time.sleep(0.01)
@@ -204,30 +204,30 @@ def test_a_rollback_to_what_is_not_signed_writes_nothing(
 ) -> None:
     monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
     (tmp_path / "service").mkdir()
-    place = DesiredPlace(tmp_path / "service")
+    desired_store = DesiredStore(tmp_path / "service")
     for revision, file in enumerate((weight_file(3), signed(weight_file(1), keys))):
-        before = place.set(file, revision=revision)
+        before = desired_store.set(file, revision=revision)
     model = load(tiny.path, weight_file(1), admit=requires(str(keys / "ours.pem")))
-    with model.follow(place, 30), administered({"tiny": model}) as server:
+    with model.follow(desired_store, 30), administered({"tiny": model}) as server:
         refused = change(server, "rollback", to=before.history[0].weights_id)
         assert (refused.status, refused.json["kind"]) == (422, "SignatureRefused")
-        assert (place.read(), serves(model, 1)) == (before, True)
+        assert (desired_store.read(), serves(model, 1)) == (before, True)
         signed(weight_file(3), keys)
         assert change(server, "rollback", to=before.history[0].weights_id).status == 200
-        assert (place.read().revision, serves(model, 3)) == (3, True)
+        assert (desired_store.read().revision, serves(model, 3)) == (3, True)
 
 
 @contextmanager
 def kept(model: Model, how: str, path: Path, folder: Path) -> Iterator[Watcher | Follower]:
-    """Let a model take a file from a folder that it watches, or as the desired weights of a place."""
+    """Let a model take a file from a folder that it watches, or as the desired weights of a desired store."""
     folder.mkdir()
     if how == "watch":
         with model.watch(folder, SOON) as watcher:
             yield watcher
     else:
-        place = DesiredPlace(folder)
-        place.set(path, revision=0)
-        with model.follow(place, SOON) as follower:
+        desired_store = DesiredStore(folder)
+        desired_store.set(path, revision=0)
+        with model.follow(desired_store, SOON) as follower:
             yield follower
 
 

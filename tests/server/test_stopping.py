@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from tests.support import warm
 from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_runtime import DesiredPlace, Unsupported, load
+from weightswap_runtime import DesiredStore, Unsupported, load
 from weightswap_server import ModelSource, Server, Settings
 from weightswap_tools.commands.serve import serve_command
 
@@ -194,16 +194,16 @@ def test_the_command_watches(tiny: TinyArtifact, weight_file: WriteWeights, tmp_
 
 
 def test_what_is_desired_is_served(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
-    """At the start and later on; a rollback in the place is one in the server."""
-    place = DesiredPlace(tmp_path / "service")
+    """At the start and later on; a rollback in the desired store is one in the server."""
+    desired_store = DesiredStore(tmp_path / "service")
     (tmp_path / "service").mkdir()
-    state = place.set(weight_file(1), revision=0, by="ana")
+    state = desired_store.set(weight_file(1), revision=0, by="ana")
     model = ModelSource(artifact=str(tiny.path), follow=str(tmp_path / "service"), interval=0.05).open()
     with serving({"tiny": model}) as server:
         first = ask(server, INFER, as_json(x=X)).json["parameters"]["weights_id"]
-        state = place.set(weight_file(2), revision=state.revision, by="ana")
+        state = desired_store.set(weight_file(2), revision=state.revision, by="ana")
         second = until_answered_by_others(server, first)
-        place.rollback(revision=state.revision, by="ana")
+        desired_store.rollback(revision=state.revision, by="ana")
         assert until_answered_by_others(server, second) == first
     with pytest.raises(Unsupported, match="cannot also watch a directory"):
         ModelSource(artifact=str(tiny.path), follow="service", watch="outbox").open()

@@ -18,9 +18,9 @@ from tests.support.administered import BEARER, TOKEN, administered, call, change
 from tests.support.handmade import hand_made, written
 from tests.support.served import Reply, as_json, ask
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, Model, WaitTimeout, load
+from weightswap_runtime import DesiredStore, Model, WaitTimeout, load
 from weightswap_runtime.following.controller import Lease
-from weightswap_runtime.following.place import stamp_of
+from weightswap_runtime.following.desired_store import stamp_of
 from weightswap_runtime.live import receipt
 from weightswap_runtime.live.staged import Staged
 from weightswap_server import Server
@@ -387,19 +387,19 @@ def test_a_finish_that_comes_too_early_can_be_repeated(rig: Rig, monkeypatch: py
 
 
 def test_trainers_heed_a_hold_and_what_was_withdrawn(rig: Rig, weight_file: WriteWeights) -> None:
-    place = DesiredPlace(rig.folder)
-    place.set(weight_file(1), revision=0, by="ci")
-    place.set(weight_file(2), revision=1, by="ci")
+    desired_store = DesiredStore(rig.folder)
+    desired_store.set(weight_file(1), revision=0, by="ci")
+    desired_store.set(weight_file(2), revision=1, by="ci")
     rig.model.follow(rig.folder, 0.05)
     until(lambda: serves(rig.model, 2))
-    place.rollback(revision=2, by="ann", why="slow", hold=True)
+    desired_store.rollback(revision=2, by="ann", why="slow", hold=True)
     until(lambda: serves(rig.model, 1))
     for seed, reason in ((3, "held"), (2, "superseded")):
         refused = rig.post(FROM_DISK, {"model_path": rig.file(seed)})
         assert (refused.status, refused.json["kind"], refused.json["reason"]) == (400, "NotPromoted", reason)
         assert (rig.post(START).status, rig.update(seed).status, rig.post(FINISH).status) == (200, 200, 409)
         assert serves(rig.model, 1)
-    place.release(revision=3)
+    desired_store.release(revision=3)
     assert rig.post(FROM_DISK, {"model_path": rig.file(3)}).status == 200
     assert serves(rig.model, 3)
 
@@ -562,30 +562,34 @@ def test_nothing_is_told_of_weights_that_are_not_there(tiny: TinyArtifact, weigh
 
 
 @pytest.fixture
-def place(rig: Rig) -> DesiredPlace:
-    """A place that the model follows."""
+def desired_store(rig: Rig) -> DesiredStore:
+    """A desired store that the model follows."""
     (rig.folder / "service").mkdir()
-    found = DesiredPlace(rig.folder / "service")
+    found = DesiredStore(rig.folder / "service")
     found.set(rig.file(1), revision=0, by="ana")
-    assert change(rig.server, "follow", place=found.where, interval=30).status == 200
+    assert change(rig.server, "follow", desired_store=found.where, interval=30).status == 200
     return found
 
 
-def test_where_a_place_is_followed_the_weights_become_desired(
-    rig: Rig, place: DesiredPlace, tiny: TinyArtifact
+def test_where_a_desired_store_is_followed_the_weights_become_desired(
+    rig: Rig, desired_store: DesiredStore, tiny: TinyArtifact
 ) -> None:
     done = rig.post(FROM_DISK, {"model_path": rig.file(2), "weight_version": "v2"})
     assert (done.status, rig.answers_of(2)) == (200, True)
-    state = place.read()
+    state = desired_store.read()
     assert state.weights is not None
     assert (state.revision, state.weights.weights_id, state.weights.by) == (2, rig.model.weights_id, "token")
     rig.post(START)
     assert rig.update(3).status == 200
-    assert place.read().revision == 2
+    assert desired_store.read().revision == 2
     assert rig.post(FINISH, {"weight_version": "v3"}).status == 200
-    assert (place.read().revision, place.read().weights_id, rig.answers_of(3)) == (3, rig.model.weights_id, True)
+    assert (desired_store.read().revision, desired_store.read().weights_id, rig.answers_of(3)) == (
+        3,
+        rig.model.weights_id,
+        True,
+    )
     assert rig.info()["weight_version"] == "v3"
-    with load(tiny.path) as other, other.follow(place.where, 0.02) as follower:
+    with load(tiny.path) as other, other.follow(desired_store.where, 0.02) as follower:
         assert follower.wait(60)
         with administered({"tiny": other}) as server:
             assert call(server, INFO).json["weight_version"] == "v3"  # every follower knows it
@@ -594,15 +598,15 @@ def test_where_a_place_is_followed_the_weights_become_desired(
     assert rig.post(UPDATE, {"update_info": {"path": nan(rig, tiny)}}).status == 422
     rig.post(START)
     assert rig.update(4).status == 200
-    place.set(rig.file(5), revision=3, by="bo")
+    desired_store.set(rig.file(5), revision=3, by="bo")
     overtaken = rig.post(FINISH)
     assert (overtaken.status, overtaken.json["kind"]) == (409, "RevisionConflict")
-    assert (place.read().revision, status(rig.server)["staged"]) == (4, None)
+    assert (desired_store.read().revision, status(rig.server)["staged"]) == (4, None)
     assert rig.post(START).status == 200
 
 
 def test_weights_that_are_desired_but_not_served_yet_are_no_success(
-    rig: Rig, place: DesiredPlace, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, desired_store: DesiredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(staged: Staged, **options: Any) -> Any:
         raise WaitTimeout("calls hold the memory")
@@ -611,4 +615,4 @@ def test_weights_that_are_desired_but_not_served_yet_are_no_success(
     monkeypatch.setattr(Staged, "commit", fail)
     refused = rig.post(FROM_DISK, {"model_path": rig.file(2)})
     assert (refused.status, refused.json["kind"]) == (400, "NotServed")
-    assert (place.read().revision, rig.answers_of(1)) == (2, True)
+    assert (desired_store.read().revision, rig.answers_of(1)) == (2, True)

@@ -52,7 +52,7 @@ def _load(fleet: Fleet, folder: Path, seconds: float, every: float | None) -> An
         time.sleep(every or 0.1)
         if every is not None:
             swaps += 1
-            fleet.place.set(fleet.files[swaps % 3 + 1], revision=fleet.place.read().revision, by="test")
+            fleet.desired_store.set(fleet.files[swaps % 3 + 1], revision=fleet.desired_store.read().revision, by="test")
     found = json.loads(client.communicate()[0])
     assert client.returncode == 0
     answers = found["answers"]
@@ -97,12 +97,12 @@ def test_workers_inherit_no_secrets(admin: bool, tmp_path: Path, monkeypatch: py
     (tmp_path / "outbox").mkdir()
     options = ["--watch", str(tmp_path / "outbox"), *(["--admin-socket", str(tmp_path / "admin")] if admin else [])]
     with started(tmp_path, 1, *options) as (process, *_):
-        keeper, worker = (_environment(child) for child in children_of(process.pid))
+        owner, worker = (_environment(child) for child in children_of(process.pid))
         if admin:
             assert AdminClient(f"unix://{tmp_path}/admin", TOKEN).get("/admin/status")["pid"] > 0
     assert worker.keys() & SECRETS.keys() == set()
     assert kept.items() <= worker.items()
-    assert SECRETS.keys() - keeper.keys() == (set() if admin else {"WEIGHTSWAP_ADMIN_TOKEN"})
+    assert SECRETS.keys() - owner.keys() == (set() if admin else {"WEIGHTSWAP_ADMIN_TOKEN"})
 
 
 def test_workers_of_an_artifact_behind_a_url_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,13 +129,13 @@ def test_metrics_are_those_of_all(fleet: Fleet) -> None:
 
 
 def test_a_killed_worker_is_replaced(fleet: Fleet) -> None:
-    keeper, *workers = fleet.children
+    owner, *workers = fleet.children
     assert len(workers) == 2
     time.sleep(1.5)
     before = fleet.answered()
     os.kill(workers[0], signal.SIGKILL)
     eventually(lambda: len(fleet.children) == 3 and workers[0] not in fleet.children)
-    assert keeper in fleet.children
+    assert owner in fleet.children
     wanted = fleet.desire(2)  # while the new one begins
     eventually(lambda: fleet.counted("weightswap_leases") == 0.0 and fleet.answered() >= before)
     for _ in range(50):
@@ -143,11 +143,11 @@ def test_a_killed_worker_is_replaced(fleet: Fleet) -> None:
     assert fleet.desire(3) != wanted
 
 
-def test_a_killed_keeper_is_replaced(fleet: Fleet) -> None:
-    keeper, *workers = fleet.children
+def test_a_killed_owner_is_replaced(fleet: Fleet) -> None:
+    owner, *workers = fleet.children
     _, generation = fleet.infer()
-    os.kill(keeper, signal.SIGKILL)
-    eventually(lambda: keeper not in fleet.children)
+    os.kill(owner, signal.SIGKILL)
+    eventually(lambda: owner not in fleet.children)
     assert fleet.infer()[1] == generation  # meanwhile
     fleet.desire(_another_seed(fleet))
     assert fleet.infer()[1] == generation + 1
@@ -156,7 +156,7 @@ def test_a_killed_keeper_is_replaced(fleet: Fleet) -> None:
 
 def _another_seed(fleet: Fleet) -> int:
     """Return a seed whose weights are not served now."""
-    state = fleet.place.read()
+    state = fleet.desired_store.read()
     return next(seed for seed, path in fleet.files.items() if state.weights and str(path) != state.weights.source)
 
 
@@ -178,21 +178,21 @@ def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest
         _check_unloading(operator, fleet)
         refused = _refuse(operator, fleet)
         _check_taking(operator, fleet)
-        history = operator.get("/admin/models/tiny/history")  # of the keeper's next but one
+        history = operator.get("/admin/models/tiny/history")  # of the owner's next but one
         whys = {each["generation"]: (each["by"], each["why"]) for each in history["receipts"]}
         assert whys[1] == ("token", "for the better")
         assert refused in [each["source"] for each in history["refusals"]]
 
 
 def _check_taking(operator: AdminClient, fleet: Fleet) -> None:
-    """A new keeper follows what operators have made the model follow, and no longer follows what they have ended."""
+    """A new owner follows what operators have made the model follow, and no longer follows what they have ended."""
     changes = "/admin/models/tiny/"
-    operator.post(f"{changes}follow", {"place": fleet.place.where, "interval": 0.05})
-    _kill_keeper(fleet)
+    operator.post(f"{changes}follow", {"desired_store": fleet.desired_store.where, "interval": 0.05})
+    _kill_owner(fleet)
     fleet.desire(2)
     eventually(lambda: operator.get("/admin/models/tiny")["following"] is not None)
     operator.post(f"{changes}unfollow", {})
-    _kill_keeper(fleet)
+    _kill_owner(fleet)
     eventually(lambda: operator.get("/admin/models/tiny")["following"] is None)
 
 
@@ -204,14 +204,14 @@ def _refuse(operator: AdminClient, fleet: Fleet) -> str:
     return source
 
 
-def _kill_keeper(fleet: Fleet) -> None:
-    keeper, *_ = fleet.children
-    os.kill(keeper, signal.SIGKILL)
-    eventually(lambda: len(fleet.children) == 2 and keeper not in fleet.children)
+def _kill_owner(fleet: Fleet) -> None:
+    owner, *_ = fleet.children
+    os.kill(owner, signal.SIGKILL)
+    eventually(lambda: len(fleet.children) == 2 and owner not in fleet.children)
 
 
 def _check_processes(operator: AdminClient, fleet: Fleet, generation: int) -> None:
-    """The status and the command show the keeper and each worker."""
+    """The status and the command show the owner and each worker."""
 
     def told() -> list[Any]:
         return list(operator.get("/admin/status")["processes"])
@@ -219,9 +219,9 @@ def _check_processes(operator: AdminClient, fleet: Fleet, generation: int) -> No
     serving = {"generation": generation, "weights_id": fleet.infer()[0]}
     eventually(lambda: all(each["models"] == {"tiny": serving} and each["ready"] for each in told()), 5)
     eventually(lambda: told()[1]["answered"] > 1, 5)
-    keeper, worker = told()
-    assert (keeper["role"], keeper["answered"], worker["name"]) == ("keeper", 0, "worker 0")
-    assert [keeper["pid"], worker["pid"]] == fleet.children
+    owner, worker = told()
+    assert (owner["role"], owner["answered"], worker["name"]) == ("owner", 0, "worker 0")
+    assert [owner["pid"], worker["pid"]] == fleet.children
     assert time.time() - 60 < worker["since"] < worker["heard"] < time.time()
     said = CliRunner().invoke(status_command, [operator.where], catch_exceptions=False).stdout
     assert f"worker 0    generation {generation}, {serving['weights_id'][:12]}, process {worker['pid']} since" in said
@@ -230,14 +230,14 @@ def _check_processes(operator: AdminClient, fleet: Fleet, generation: int) -> No
 
 def _check_unloading(operator: AdminClient, fleet: Fleet) -> None:
     """By Triton's extension: no worker answers afterwards, nor one that replaces it."""
-    repository, (keeper, worker) = "/v2/repository/models/tiny/", fleet.children
+    repository, (owner, worker) = "/v2/repository/models/tiny/", fleet.children
     operator.post(f"{repository}unload", {})
     for _ in range(3):
         assert "unloaded by an operator" in fleet.refused()
     os.kill(worker, signal.SIGKILL)
     eventually(lambda: worker not in fleet.children and "unloaded by an operator" in fleet.refused())
-    os.kill(keeper, signal.SIGKILL)
-    eventually(lambda: keeper not in fleet.children and not operator.get("/admin/models/tiny")["loaded"])
+    os.kill(owner, signal.SIGKILL)
+    eventually(lambda: owner not in fleet.children and not operator.get("/admin/models/tiny")["loaded"])
     operator.post(f"{repository}load", {})
     assert fleet.infer()[1] == 3
 
@@ -308,7 +308,7 @@ def test_weights_that_cannot_be_served_end_it(
     assert "bad.safetensors" in result.stderr
 
 
-OF_KEEPERS = (
+OF_OWNERS = (
     *("generation", "committed_timestamp_seconds", "failed", "model_info", "staging", "staging_done_bytes"),
     *("staging_expected_bytes", "swaps", "failures", "skipped", "staged_bytes", "phase_seconds", "pause_seconds"),
     "hash_trees_bytes",
@@ -316,8 +316,8 @@ OF_KEEPERS = (
 OF_WORKERS = ("leases", "calls", "call_seconds")
 
 
-@pytest.mark.parametrize(("role", "names"), [("keeper", OF_KEEPERS), ("worker", OF_WORKERS)])
-def test_each_metric_is_the_keepers_or_the_workers(role: Role, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("role", "names"), [("owner", OF_OWNERS), ("worker", OF_WORKERS)])
+def test_each_metric_is_the_owners_or_the_workers(role: Role, names: tuple[str, ...]) -> None:
     """`totals` would drop workers' samples of a metric that it does not know: each is listed here."""
     totals, families = Totals(), SimpleNamespace(collect=vars(metrics._Families()).values)
     totals.update(1, role, generate_latest(families).decode())
@@ -333,7 +333,7 @@ def test_totals_add_up_and_never_go_back() -> None:
     totals = Totals()
     totals.update(1, "worker", _metrics(3) + _metrics(2, "gauge"))
     totals.update(2, "worker", _metrics(4) + _metrics(1, "gauge"))
-    totals.update(3, "keeper", _metrics(100))  # what is not the keeper's to count
+    totals.update(3, "owner", _metrics(100))  # what is not the owner's to count
     assert 'requests_total{model="m"} 7.0' in totals.text()
     assert 'queued{model="m"} 3.0' in totals.text()
     totals.end(1)

@@ -22,25 +22,25 @@ from tests import ROOT
 from tests.server.load import INPUT
 from tests.support.served import as_json
 from tests.support.tiny import TinyArtifact
-from weightswap_runtime import DesiredPlace
+from weightswap_runtime import DesiredStore
 from weightswap_runtime.transfer.admin_client import AdminUnreachable
 
 SEEDS = (1, 2, 3)
 
 
 class Fleet(NamedTuple):
-    """A running server, and the place that it follows."""
+    """A running server, and the desired store that it follows."""
 
     process: subprocess.Popen[str]
     http_port: int
     grpc_port: int
-    place: DesiredPlace
+    desired_store: DesiredStore
     files: dict[int, Path]
     expected: dict[str, np.ndarray[Any, Any]]
 
     @property
     def children(self) -> list[int]:
-        """Process ids of the children; the keeper is the first."""
+        """Process ids of the children; the owner is the first."""
         return children_of(self.process.pid)
 
     def get(self, path: str, body: Any = None, status: int = 200) -> Any:
@@ -66,7 +66,7 @@ class Fleet(NamedTuple):
 
     def desire(self, seed: int) -> str:
         """Set the desired weights, wait until a worker serves them, and return their id."""
-        state = self.place.set(self.files[seed], revision=self.place.read().revision, by="test")
+        state = self.desired_store.set(self.files[seed], revision=self.desired_store.read().revision, by="test")
         assert state.weights is not None
         wanted = state.weights.weights_id
         eventually(lambda: self.infer()[0] == wanted)
@@ -97,18 +97,18 @@ def eventually(done: Callable[[], bool], seconds: float = 40) -> None:
 
 @contextmanager
 def serving(folder: Path, workers: int, *more: str) -> Iterator[Fleet]:
-    """Run a server that follows a place, with the weights of the first seed."""
+    """Run a server that follows a desired store, with the weights of the first seed."""
     tiny = TinyArtifact(folder / "tiny.artifact")
     files = {seed: tiny.write(folder / f"{seed}.safetensors", tiny.values(seed)) for seed in SEEDS}
-    (folder / "place").mkdir()
-    place, expected = DesiredPlace(folder / "place"), {}
+    (folder / "desired_store").mkdir()
+    desired_store, expected = DesiredStore(folder / "desired_store"), {}
     for seed in (3, 2, 1):
-        state = place.set(files[seed], revision=place.read().revision if seed < 3 else 0, by="test")
+        state = desired_store.set(files[seed], revision=desired_store.read().revision if seed < 3 else 0, by="test")
         assert state.weights is not None
         expected[state.weights.weights_id] = eager(seed)
-    source = more or ("--follow", str(folder / "place"))
+    source = more or ("--follow", str(folder / "desired_store"))
     with started(folder, workers, *source) as (process, http_port, grpc_port):
-        fleet = Fleet(process, http_port, grpc_port, place, files, expected)
+        fleet = Fleet(process, http_port, grpc_port, desired_store, files, expected)
         eventually(lambda: fleet.get("/v2/health/ready") == b"")
         yield fleet
 

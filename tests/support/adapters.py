@@ -43,7 +43,7 @@ def with_lora(model: nn.Module, **options: Any) -> Any:
     return get_peft_model(model, LoraConfig(**config)).eval()  # type: ignore[arg-type]
 
 
-def write_adapter(path: Path, seed: int, **options: Any) -> Path:
+def write_conversion(path: Path, seed: int, **options: Any) -> Path:
     """Let PEFT write an adapter with random matrices."""
     model = with_lora(base(0), **options)
     torch.manual_seed(seed)
@@ -66,7 +66,7 @@ class Adapters:
         self.weights = [folder / f"base-{seed}.safetensors" for seed in range(BASES)]
         for seed, path in enumerate(self.weights):
             save_file(base(seed).state_dict(), path)
-        self.paths = [write_adapter(folder / f"adapter-{seed}", 10 + seed) for seed in range(count)]
+        self.paths = [write_conversion(folder / f"adapter-{seed}", 10 + seed) for seed in range(count)]
 
     @functools.cache  # noqa: B019
     def expected(self, seed: int, adapter: int | Path | None) -> torch.Tensor:

@@ -18,7 +18,7 @@ from weightswap_runtime import Ranks, WeightFile, process_group
 from weightswap_runtime.format.goldens import Case, Environment, encode_goldens
 from weightswap_runtime.format.manifest import (
     RANKS_VERSION,
-    Adapter,
+    Conversion,
     Cut,
     GraphInput,
     Manifest,
@@ -118,7 +118,7 @@ def split_artifact(path: Path, size: int = 2, scale: float = 1.0) -> Path:
         weights=rows,
         state=(),
         constants=(),
-        adapter=Adapter(sources=tuple(WeightSource(weight=row.name, keys=(row.name,)) for row in rows)),
+        conversion=Conversion(sources=tuple(WeightSource(weight=row.name, keys=(row.name,)) for row in rows)),
         files={name: blake3(content).hexdigest() for name, content in files.items()},
         ranks=Split(size=size, whole=WHOLE, cuts=CUTS | {"mark": Cut(dim=0)}),
     )

@@ -1,4 +1,4 @@
-"""Service with a place of desired state, a folder of weight files, and processes that follow it."""
+"""Service with a desired store of desired state, a folder of weight files, and processes that follow it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support import warm
 from tests.support.tiny import TinyArtifact
 from tests.support.watched import environment
-from weightswap_runtime import DesiredPlace, WeightFile
+from weightswap_runtime import DesiredStore, WeightFile
 
 FOLLOW = """
 import sys
@@ -40,8 +40,8 @@ NODE = """
 import os
 import sys
 import time
-from weightswap_fleet.documents import Spec
-from weightswap_fleet.node.keeper import NodeKeeper
+from weightswap_fleet.documents import DeploymentSpec
+from weightswap_fleet.node.agent import NodeAgent
 from weightswap_runtime import Artifact
 
 def say(*words):
@@ -49,9 +49,9 @@ def say(*words):
     sys.stdout.flush()
 
 artifact = Artifact.open(sys.argv[1])
-spec = Spec("fleet", sys.argv[1], artifact.graph_id, sys.argv[2], "tiny", 0.0, interval=0.01)
-keeper = NodeKeeper(spec, str(os.getpid()))
-served = [keeper.model.weights_id]
+spec = DeploymentSpec("fleet", sys.argv[1], artifact.graph_id, sys.argv[2], "tiny", 0.0, interval=0.01)
+owner = NodeAgent(spec, str(os.getpid()))
+served = [owner.model.weights_id]
 if served[0] is not None:
     say("serves", served[0])
 
@@ -60,11 +60,11 @@ def report(event):
         say("serves", event.weights_id)
         served.append(event.weights_id)
 
-keeper.model.listen(report)
-keeper.start()
+owner.model.listen(report)
+owner.start()
 say("follows")
 for line in sys.stdin:
-    while keeper.status().revision < int(line) or served[-1] != keeper.model.weights_id:
+    while owner.status().revision < int(line) or served[-1] != owner.model.weights_id:
         time.sleep(0.001)  # a commit is told after it was made
     say("status", served[-1])
 """
@@ -83,7 +83,7 @@ class Service:
         self.tiny = tiny
         self.folder = folder
         folder.mkdir()
-        self.place = DesiredPlace(folder)
+        self.desired_store = DesiredStore(folder)
 
     def write(self, seed: int) -> Path:
         return self.tiny.write(self.folder / f"v{seed}.safetensors", self.tiny.values(seed))
@@ -91,33 +91,33 @@ class Service:
     def set(self, seed: int, by: str = "") -> str:
         """Make the weights of a seed desired, by hand, and return their id."""
         path = self.folder / f"v{seed}.safetensors"
-        state = self.place.set(path if path.exists() else self.write(seed), revision=self.revision, by=by)
+        state = self.desired_store.set(path if path.exists() else self.write(seed), revision=self.revision, by=by)
         assert state.weights is not None
         return state.weights.weights_id
 
     def promote(self, seed: int) -> str:
-        state = self.place.promote(self.write(seed), by="trainer")
+        state = self.desired_store.promote(self.write(seed), by="trainer")
         assert state.weights is not None
         return state.weights.weights_id
 
     @property
     def revision(self) -> int:
-        return self.place.read().revision
+        return self.desired_store.read().revision
 
     @property
     def desired(self) -> str | None:
-        state = self.place.read()
+        state = self.desired_store.read()
         return state.weights.weights_id if state.weights else None
 
 
 class FollowingProcess:
-    """Process that follows a place, and reports the weights that it has served, in order.
+    """Process that follows a desired store, and reports the weights that it has served, in order.
 
     code: the program; FOLLOW runs a model of the library, NODE a node of a fleet.
     """
 
-    def __init__(self, artifact: Path, place: Path | str, code: str = FOLLOW) -> None:
-        command = [warm.python(), "-c", code, str(artifact), str(place)]
+    def __init__(self, artifact: Path, desired_store: Path | str, code: str = FOLLOW) -> None:
+        command = [warm.python(), "-c", code, str(artifact), str(desired_store)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
         )

@@ -1,6 +1,6 @@
 """Weights shared by processes without an engine; every element of a set is its generation.
 
-As a program: `python -m tests.support.sharing keeper|worker FDS SLOT LOG`, for storms.
+As a program: `python -m tests.support.sharing owner|worker FDS SLOT LOG`, for storms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weightswap_runtime.live.residency import Double, StagedWeights
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.shared.control import Control, Description, Summary, read_description, read_trial
-from weightswap_runtime.shared.keeper import KeeperGate, KeptMemory, Segment, announce
+from weightswap_runtime.shared.owner import KeptMemory, OwnerGate, Segment, announce
 from weightswap_runtime.shared.worker import MappedMemory, WorkerGate
 from weightswap_runtime.staging.request import StagingReport
 from weightswap_runtime.threads import WorkerThreads
@@ -52,12 +52,12 @@ def numbers(of: Session) -> NDArray[np.int64]:
     return np.frombuffer(of.arena.memory, np.int64, 1 << 14)
 
 
-class BareKeeper:
-    """A keeper's writes to the memory, whatever was served before."""
+class BareOwner:
+    """An owner's writes to the memory, whatever was served before."""
 
     def __init__(self, segment: Segment) -> None:
         self.control = Control(segment.control)
-        self.gate = KeeperGate(self.control)
+        self.gate = OwnerGate(self.control)
         layout = ArenaLayout(WEIGHTS)
         memory = KeptMemory(segment, self.control)
         self.residency = Double(session, memory, layout, self.gate, WorkerThreads(), keep=False)
@@ -107,7 +107,7 @@ class BareWorker:
 
     def __init__(self, segment: Segment, slot: int) -> None:
         self.control = control = Control(segment.control)
-        control.take_slot(slot, os.getpid())
+        control.fill_slot(slot, os.getpid())
         layout, memory = ArenaLayout(WEIGHTS), MappedMemory(segment)
         self.gate = self.gate_class(control, slot)
         self.gate.attach((session(memory.arena(layout)), session(memory.arena(layout))))
@@ -149,17 +149,17 @@ def is_whole(version: Version[Session]) -> bool:
     )
 
 
-def _keep(segment: Segment, log: int) -> None:
-    keeper, dice = BareKeeper(segment), random.Random()
+def _own(segment: Segment, log: int) -> None:
+    owner, dice = BareOwner(segment), random.Random()
     while True:
         for _ in range(dice.randrange(3)):  # sets that are tried and discarded
-            keeper.try_out(-time.monotonic_ns())
+            owner.try_out(-time.monotonic_ns())
             time.sleep(dice.uniform(0, 0.002))
             if dice.random() < 0.5:
-                keeper.control.end_trial()
-        staged = keeper.try_out(keeper.next)
+                owner.control.end_trial()
+        staged = owner.try_out(owner.next)
         time.sleep(dice.uniform(0, 0.002))
-        generation = keeper.commit(staged)
+        generation = owner.commit(staged)
         os.write(log, json.dumps(["commit", time.monotonic(), generation]).encode() + b"\n")
 
 
@@ -181,7 +181,7 @@ def main(role: str, descriptors: str, slot: str, path: str) -> None:
     control, first, second = map(int, descriptors.split(","))
     log = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     shared = Segment(control, (first, second))
-    _keep(shared, log) if role == "keeper" else _work(shared, int(slot), log)
+    _own(shared, log) if role == "owner" else _work(shared, int(slot), log)
 
 
 if __name__ == "__main__":

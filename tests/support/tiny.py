@@ -15,7 +15,7 @@ from torch import nn
 
 from weightswap_runtime import Model
 from weightswap_runtime.format.manifest import (
-    Adapter,
+    Conversion,
     GraphInput,
     Manifest,
     Method,
@@ -97,7 +97,7 @@ class TinyArtifact:
             weights=WEIGHTS,
             state=(),
             constants=constants,
-            adapter=Adapter(sources=SOURCES, ignored=("extra",)),
+            conversion=Conversion(sources=SOURCES, ignored=("extra",)),
             files=digests,
         )
         self.manifest = with_graph_id(manifest)

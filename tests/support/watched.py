@@ -54,5 +54,5 @@ def environment() -> dict[str, str]:
 
 
 def mark(watcher: Watcher) -> str | None:
-    taken = watcher._intake._last_taken
+    taken = watcher._queue._last_applied
     return taken.entry.name if taken else None

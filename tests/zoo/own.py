@@ -1,4 +1,4 @@
-"""Models of our own that are hard on an exporter or an adapter in one way each."""
+"""Models of our own that are hard on an exporter or a conversion in one way each."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From a module to graphs, tables, signatures, the adapter and an archive."""
+"""From a module to graphs, tables, signatures, the conversion and an archive."""

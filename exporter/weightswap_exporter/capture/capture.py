@@ -28,18 +28,18 @@ from weightswap_exporter.modules.tensors import ModelView, is_composed, key_path
 from weightswap_runtime.errors import CaptureError, listed
 
 from .document_check import is_identifier
-from .leftovers import (
+from .lifted import settle_constants
+from .programs import arguments, graphs, inline_operators, mutated_buffers, rename_tensors
+from .side_effects import (
     INSTEAD,
-    Leftovers,
+    SideEffects,
     check_no_generator,
     check_seen,
     is_read_later,
-    leftovers_of_calls,
     no_seeding,
     replaced_tensors,
+    side_effects_of_calls,
 )
-from .lifted import settle_constants
-from .programs import arguments, graphs, inline_operators, mutated_buffers, rename_tensors
 from .stale_constants import stale_constants
 
 _MARK = "*"  # no attribute's name has it
@@ -74,7 +74,7 @@ class Captured:
     keywords: tuple[str, ...]  # names of the keyword arguments, which the program may call otherwise
     shapes: list[Any]  # what `dynamic_shapes` has for each flat input
     mutated: frozenset[str]  # FQNs of buffers that a call changes
-    leftovers: Leftovers  # attributes that a call changes and that no later call reads
+    side_effects: SideEffects  # attributes that a call changes and that no later call reads
     stale: list[str]  # texts about constants that may follow from weights
 
 
@@ -112,7 +112,11 @@ def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywor
     view = ModelView(root)  # not the caller's: composed parameters are in parts here
     # torch counts buffers that are None, and would assign values to the wrong ones: they come last
     buffers = dict(sorted(root._buffers.items(), key=lambda item: item[1] is None))
-    with leftovers_of_calls(root) as leftovers, mock.patch.object(root, "_buffers", buffers), _no_new_tensors(view):
+    with (
+        side_effects_of_calls(root) as side_effects,
+        mock.patch.object(root, "_buffers", buffers),
+        _no_new_tensors(view),
+    ):
         with no_seeding(), replaced_tensors(root) as replaced:
             program = torch.export.export(root, args, kwargs, dynamic_shapes=shapes, strict=False)
         check_no_generator(program)
@@ -123,11 +127,11 @@ def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywor
             inline_operators(program)
         mutated = mutated_buffers(program)
         check_seen(replaced, mutated)
-    if any(leftovers) and is_read_later(root, (args, kwargs), program, mutated, leftovers):
-        raise CaptureError(_problem_of(*leftovers))
+    if any(side_effects) and is_read_later(root, (args, kwargs), program, mutated, side_effects):
+        raise CaptureError(_problem_of(*side_effects))
     stale = stale_constants(view, (args, kwargs), program, mutated)
     parameters = inspect.signature(root.forward)
-    return Captured(program, parameters, keywords, _shapes(root, args, kwargs, shapes), mutated, leftovers, stale)
+    return Captured(program, parameters, keywords, _shapes(root, args, kwargs, shapes), mutated, side_effects, stale)
 
 
 def _shapes(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> list[Any]:

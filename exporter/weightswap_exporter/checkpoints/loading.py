@@ -249,7 +249,7 @@ def kind_mismatch(checkpoint: Checkpoint, artifact: Artifact) -> WeightsMismatch
     """Return an error if names differ because tensors are of another kind than the graph's, else None."""
     graph_kinds = artifact.kinds
     plain = {name for weight in artifact.manifest.weights for name in weight.names}
-    plain |= {key for source in artifact.manifest.adapter.sources for key in source.keys}
+    plain |= {key for source in artifact.manifest.conversion.sources for key in source.keys}
     for level in checkpoint.levels:
         parts = {name: values.part_of for name, values in level.tensors.items()}
         kinds = {name.removesuffix(part.suffix): part.kind for name, part in parts.items() if part is not None}

@@ -35,9 +35,9 @@ from weightswap_runtime.format.weight_set import (
     INDEX_SUFFIX,
     SUFFIX,
     StoredTensor,
-    adapter_alone,
     lost_index,
     open_weights,
+    peft_alone,
 )
 from weightswap_runtime.sources.location import check_scheme, is_url, printable
 from weightswap_runtime.tensors import TensorType, digest_of, nbytes
@@ -137,7 +137,7 @@ def choose_level(checkpoint: Checkpoint, manifest: Manifest, readings: Readings)
         raise _several([level for level, _ in fitting], where)
     if not fitting:
         _, nearest, refusal = min(refused, key=lambda item: item[0])
-        if manifest.adapter.untraceable:
+        if manifest.conversion.untraceable:
             raise refusal
         raise _hint(nearest, checkpoint, [reading(manifest) for reading in readings]) or refusal
     return fitting[0]
@@ -204,8 +204,8 @@ def _folder_opener(path: Path) -> _Opener:
             return lambda folder, choice: _opener(folder / name)(folder / name, choice)
     if lost := lost_index([name for name in names if name.endswith(".bin")]):
         raise CheckpointError(f"{path}: {lost}")
-    if adapter := adapter_alone(names):
-        raise CheckpointError(f"{path}: {adapter}")
+    if conversion := peft_alone(names):
+        raise CheckpointError(f"{path}: {conversion}")
     content = f"it holds {listed(names)}" if names else "it is empty"
     raise CheckpointError(f"{path}: no checkpoint in this folder ({content}); expected {_FOLDERS}")
 

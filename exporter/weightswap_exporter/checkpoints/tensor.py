@@ -259,7 +259,7 @@ def requested(dtype: torch.dtype | str | None, manifest: Manifest) -> str | None
         known = ", ".join(row.torch for row in DTYPES.values() if row.torch and row.name in FLOATING)
         raise CheckpointError(f"dtype {str(dtype)!r}: tensors can be cast to {known}")
     dtypes = {weight.dtype for weight in manifest.weights}
-    dtypes |= {item.dtype for item in manifest.adapter.inputs if item.kind == "key"}
+    dtypes |= {item.dtype for item in manifest.conversion.inputs if item.kind == "key"}
     if name not in dtypes:
         wants = ", ".join(DTYPES[other].torch or other for other in sorted(dtypes & FLOATING)) or "no float tensors"
         raise CheckpointError(
@@ -271,7 +271,7 @@ def requested(dtype: torch.dtype | str | None, manifest: Manifest) -> str | None
 
 def casting(readings: Readings, dtype: str | None, manifest: Manifest) -> Readings:
     """Return readings that accept floating tensors of any dtype where the graph has `dtype`."""
-    if dtype is None or (manifest.adapter.untraceable and by_key in readings):  # `resolve` refuses these
+    if dtype is None or (manifest.conversion.untraceable and by_key in readings):  # `resolve` refuses these
         return readings
     return tuple(_casting(reading, dtype) for reading in readings)
 
@@ -293,7 +293,7 @@ def _casting(reading: Callable[[Manifest], Reading], dtype: str) -> Callable[[Ma
 def casts(match: Match, manifest: Manifest, tensors: Mapping[str, CheckpointTensor]) -> dict[str, list[str]]:
     """Return the weights that a match casts, sorted, by their dtype in the checkpoint."""
     rows = {weight.name: weight for weight in manifest.weights}
-    inputs = {item.name: item.dtype for item in manifest.adapter.inputs}
+    inputs = {item.name: item.dtype for item in manifest.conversion.inputs}
     sources = {(tensors[names[0]].dtype, weight) for weight, names in match.found.items()}
     changed = {(dtype, weight) for dtype, weight in sources if dtype != rows[weight].dtype}
     changed |= {

@@ -100,14 +100,14 @@ def export(
 
         from .recipes import export_recipe
 
-        with warnings_said() as messages, status_line("building the model") as tell:
+        with warnings_said() as messages, status_line("building the model") as on_step:
             artifact = export_recipe(
                 recipe,
                 out=out,
                 skeleton=skeleton,
                 goldens=not no_goldens,
                 engines=engine or (),
-                tell=tell,
+                on_step=on_step,
                 caches={"length": length, "batch": batch} if task else None,
                 inputs=inputs,
                 pictures=pictures,
@@ -160,8 +160,10 @@ def compile_artifact(
 
         import_libraries(op_library or ())
         before = Artifact.open(artifact).manifest.files
-        with status_line("opening the artifact") as tell:
-            compiled = compile_engines(artifact, engine, methods=method, trial=not no_trial, device=device, tell=tell)
+        with status_line("opening the artifact") as on_step:
+            compiled = compile_engines(
+                artifact, engine, methods=method, trial=not no_trial, device=device, on_step=on_step
+            )
         folders, methods = tuple(f"engines/{name}/" for name in engine), method or compiled.methods
         added = [name for name in compiled.manifest.files if name.startswith(folders) and Path(name).stem in methods]
         if as_json:

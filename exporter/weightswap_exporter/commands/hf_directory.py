@@ -21,7 +21,7 @@ from torch import nn
 
 from weightswap_exporter.capture.tracing import CheckpointTensors
 from weightswap_exporter.checkpoints.tensor import dtype_of
-from weightswap_exporter.engines.compiling import Tell, tell_nobody
+from weightswap_exporter.engines.compiling import OnStep, ignore_step
 from weightswap_exporter.exporting import export, export_decoder
 from weightswap_exporter.modules import libraries as huggingface
 from weightswap_exporter.modules.parallel import Parallel
@@ -50,7 +50,7 @@ def directory_recipe(
     hollow: bool = True,
     pictures: bool = False,
     inputs: InputFunction | None = None,
-    tell: Tell = tell_nobody,
+    on_step: OnStep = ignore_step,
 ) -> dict[str, Any]:
     """Return the arguments of `export()` for the model of a directory, with every size dynamic that may vary.
 
@@ -59,14 +59,14 @@ def directory_recipe(
     model a skeleton; otherwise it takes memory and its weights are random. pictures: also give images to a model that
     takes text alone. inputs: a function that gets the model and returns the sample inputs of `forward`, a tuple or a
     dict, instead of a guess; the batch is dynamic if all tensors share it. The eager model is called with them once.
-    tell: a callback that gets the name of each step.
+    on_step: a callback that gets the name of each step.
     The `checkpoint` describes the weights in the directory if this version of transformers writes them in another form.
 
     Raises ExportError if the directory does not say enough or the eager model refuses the inputs, Unsupported for
     quantised models, and MissingExtra without transformers.
     """
     model = directory_model(directory, hollow=hollow)
-    tell("trying sample inputs with the eager model")
+    on_step("trying sample inputs with the eager model")
     sample = sample_inputs(model, length, pictures=pictures) if inputs is None else inputs_of_user(model, inputs)
     arguments = {"model": model, "kwargs": sample.kwargs, "dynamic_shapes": sample.sizes}
     form = _older_form(Path(directory), model)
@@ -80,16 +80,16 @@ def export_directory(
     pictures: bool = False,
     inputs: InputFunction | None = None,
     parallel: Parallel | None = None,
-    tell: Tell = tell_nobody,
+    on_step: OnStep = ignore_step,
 ) -> Artifact:
     """Export the model of a directory with as many dynamic sizes as `torch.export` can keep.
 
     Every size is tried first, then the batch alone, then none; a UserWarning names the sizes that had to be fixed.
-    parallel: as for `export`. tell: a callback that gets the name of each step.
+    parallel: as for `export`. on_step: a callback that gets the name of each step.
     Raises what `directory_recipe` and `export` raise.
     """
-    arguments = directory_recipe(directory, pictures=pictures, inputs=inputs, tell=tell)
-    arguments |= {"tell": tell, "parallel": parallel}
+    arguments = directory_recipe(directory, pictures=pictures, inputs=inputs, on_step=on_step)
+    arguments |= {"on_step": on_step, "parallel": parallel}
     shapes = describe(arguments["kwargs"])
     try:
         artifact, fixed = _export_first(arguments, fallbacks(arguments["dynamic_shapes"]), out)
@@ -115,7 +115,7 @@ def export_generating(
     length: int,
     batch: int,
     engines: Sequence[str],
-    tell: Tell,
+    on_step: OnStep,
 ) -> Artifact:
     """Export the language model of a directory with `export_decoder`, so that a server can generate with it.
 
@@ -131,7 +131,7 @@ def export_generating(
         except (OSError, ValueError, TypeError) as error:
             raise ExportError(f"{directory}: generation_config.json cannot be read ({first_line(error)})") from error
     form = _older_form(Path(directory), model)
-    return export_decoder(model, out=out, length=length, batch=batch, checkpoint=form, engines=engines, tell=tell)
+    return export_decoder(model, out=out, length=length, batch=batch, checkpoint=form, engines=engines, on_step=on_step)
 
 
 def _export_first(
@@ -143,7 +143,7 @@ def _export_first(
     except CaptureError:
         if not rest:
             raise
-    arguments["tell"]("trying with fewer dynamic sizes")
+    arguments["on_step"]("trying with fewer dynamic sizes")
     return _export_first(arguments, rest, out)
 
 

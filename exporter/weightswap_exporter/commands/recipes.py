@@ -18,7 +18,7 @@ from typing import Any
 
 from weightswap_exporter import Parallel, compile_engines, export
 from weightswap_exporter import skeleton as skeleton_context
-from weightswap_exporter.engines.compiling import Tell
+from weightswap_exporter.engines.compiling import OnStep
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import ExportError, Unsupported
 
@@ -34,7 +34,7 @@ def export_recipe(
     skeleton: bool,
     goldens: bool,
     engines: Sequence[str],
-    tell: Tell,
+    on_step: OnStep,
     caches: Mapping[str, int] | None,
     inputs: str | None,
     pictures: bool,
@@ -42,10 +42,10 @@ def export_recipe(
 ) -> Artifact:
     """Export the model of a recipe. The model of `hf:DIR` is always a skeleton.
 
-    goldens: whether to record the recipe's. engines: engines to compile the graphs for, besides the recipe's. tell: as
-    for `export()`. inputs, pictures: as for `load_recipe`. caches: `length` and `batch` for `export_generating`, if the
-    model is an `hf:DIR` language model that is to generate. ranks: their number, for a model that is split: by its own
-    plan, or by that of the recipe's `parallel`.
+    goldens: whether to record the recipe's. engines: engines to compile the graphs for, besides the recipe's. on_step:
+    as for `export()`. inputs, pictures: as for `load_recipe`. caches: `length` and `batch` for `export_generating`, if
+    the model is an `hf:DIR` language model that is to generate. ranks: their number, for a model that is split: by its
+    own plan, or by that of the recipe's `parallel`.
 
     Raises ExportError for a recipe that cannot be used, and the errors of `export()`.
     """
@@ -58,12 +58,12 @@ def export_recipe(
             if caches is not None and ranks is not None:
                 raise Unsupported(f"{recipe}: what generates is not split over ranks; leave --task or --ranks out")
             if caches is not None:
-                return export_generating(directory, out=out, engines=engines, tell=tell, **caches)
+                return export_generating(directory, out=out, engines=engines, on_step=on_step, **caches)
             parallel = None if ranks is None else Parallel(ranks)
             artifact = export_directory(
-                directory, out=out, inputs=_input_fn(inputs), pictures=pictures, parallel=parallel, tell=tell
+                directory, out=out, inputs=_input_fn(inputs), pictures=pictures, parallel=parallel, on_step=on_step
             )
-        return compile_engines(artifact, engines, tell=tell) if engines else artifact
+        return compile_engines(artifact, engines, on_step=on_step) if engines else artifact
     if caches is not None:
         raise ExportError(f"{recipe}: --task generate is for hf:DIR; elsewhere, call export_decoder() from Python")
     arguments = _with_goldens(load_recipe(recipe, skeleton=skeleton, inputs=inputs, pictures=pictures), goldens)
@@ -71,7 +71,7 @@ def export_recipe(
         given = arguments.get("parallel")
         arguments["parallel"] = replace(given, size=ranks) if isinstance(given, Parallel) else Parallel(ranks)
     all_engines = [*arguments.get("engines", ()), *engines]
-    return export(**arguments | {"tell": tell, "engines": all_engines}, out=out)
+    return export(**arguments | {"on_step": on_step, "engines": all_engines}, out=out)
 
 
 def _with_goldens(arguments: dict[str, Any], goldens: bool) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def verify(
     if engines == []:
         raise typer.BadParameter("--engines is empty; leave it out to check all available engines")
     limits = _parse_tolerance(tolerance)
-    with errors_as_exit(as_json), status_line("opening the artifact") as tell:
+    with errors_as_exit(as_json), status_line("opening the artifact") as on_step:
         from weightswap_exporter.parity.verification import verify as verify_artifact
         from weightswap_runtime.engines.operators import import_libraries
 
@@ -82,7 +82,7 @@ def verify(
             before=before,
             tolerance=limits,
             seed=seed,
-            tell=tell,
+            on_step=on_step,
         )
         if html is not None:
             from .verify_report import verification_report

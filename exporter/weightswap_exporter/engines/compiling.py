@@ -20,10 +20,10 @@ from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, encode_m
 from weightswap_runtime.memory.device_memory import HOST, device_name
 from weightswap_runtime.sources.writing import new_file
 
-Tell = Callable[[str], object]
+OnStep = Callable[[str], object]
 
 
-def tell_nobody(_: str) -> None:
+def ignore_step(_: str) -> None:
     """Ignore a progress message."""
 
 
@@ -41,7 +41,7 @@ def compile_engines(
     methods: Sequence[str] | None = None,
     trial: bool = True,
     device: str = HOST,
-    tell: Tell = tell_nobody,
+    on_step: OnStep = ignore_step,
 ) -> Artifact:
     """Compile the graphs of an artifact for other engines, and add the files to the artifact's folder.
 
@@ -57,7 +57,7 @@ def compile_engines(
     trial: compare the compiled files with the graph itself, in a process of its own with random weights and inputs, and
     refuse files whose outputs differ. A UserWarning says when that is impossible, as for more than 2 GB of weights.
 
-    tell: a callback that gets the name of each step.
+    on_step: a callback that gets the name of each step.
 
     Existing files of the same engine, machine and method are replaced; the graph id stays. Returns the artifact with
     its new files. Processes that serve it are not disturbed. Raises Unsupported, UnknownName, MissingExtra,
@@ -68,9 +68,9 @@ def compile_engines(
         raise Unsupported(f"device={device!r}: what is compiled for {', '.join(engines)} is the same for all devices")
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     folder = opened.folder
-    files = engine_files(opened, dict.fromkeys(_checked_methods(opened, methods), engines), device, tell)
+    files = engine_files(opened, dict.fromkeys(_checked_methods(opened, methods), engines), device, on_step)
     if trial:
-        tell("trying what was compiled")
+        on_step("trying what was compiled")
         _try(opened, files, engines, device)
     try:
         for name, content in files.items():
@@ -114,7 +114,7 @@ def write_files(folder: Path, manifest: Manifest, files: dict[str, bytes]) -> No
 
 
 def engine_files(
-    artifact: Artifact, engines: Mapping[str, Sequence[str]], device: str = HOST, tell: Tell = tell_nobody
+    artifact: Artifact, engines: Mapping[str, Sequence[str]], device: str = HOST, on_step: OnStep = ignore_step
 ) -> dict[str, bytes]:
     """Return the files that engines need besides the graphs, by name in the artifact. engines: by method."""
     files: dict[str, bytes] = {}
@@ -125,7 +125,7 @@ def engine_files(
         )
     pairs = [(engine, method) for engine in compiled for method, names in engines.items() if engine in names]
     for number, (engine, name) in enumerate(pairs, start=1):
-        tell(f"compiling {name} for the engine {engine} ({number} of {len(pairs)})")
+        on_step(f"compiling {name} for the engine {engine} ({number} of {len(pairs)})")
         try:
             file, content = _MAKERS[engine](artifact, name, device)
         except (WeightswapError, OSError):

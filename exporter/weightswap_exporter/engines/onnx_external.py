@@ -54,7 +54,7 @@ def export_onnx(
         if planned.match.computed:
             raise WeightsMismatch(
                 files.where,
-                [f"{weight}: has to be computed by the adapter" for weight in planned.match.computed],
+                [f"{weight}: has to be computed by the conversion" for weight in planned.match.computed],
                 "Pack the checkpoint first: weightswap pack.",
             )
         if any(isinstance(file.path, Path) and path.resolve() == file.path.resolve() for file in files.files):

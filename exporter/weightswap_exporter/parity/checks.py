@@ -194,7 +194,8 @@ def fill_model(model: nn.Module, artifact: Artifact, weights: PathLike, load: Lo
     """Load weights into the model that an artifact was exported from.
 
     Tensors of a packed weight file are copied by name. Anything else is loaded by `load` or the model's own code, as
-    `pack(..., model=model)` does; if the model's own code refuses it, it is packed with the artifact's adapter first.
+    `pack(..., model=model)` does; if the model's own code refuses it, it is packed with the artifact's conversion
+    first.
 
     Raises CheckpointError and the errors of reading weights.
     """

@@ -30,9 +30,9 @@ from weightswap_exporter.packing import pack_to_compare
 from weightswap_runtime import Artifact, read_weights
 from weightswap_runtime.engines.operators import is_fresh, is_mutable
 from weightswap_runtime.format.manifest import (
-    ADAPTER_CONSTANTS_NAME,
-    ADAPTER_NAME,
     CONSTANTS_NAME,
+    CONVERSION_CONSTANTS_NAME,
+    CONVERSION_NAME,
     MANIFEST_NAME,
     encode_manifest,
     with_graph_id,
@@ -43,7 +43,7 @@ from weightswap_runtime.torch_tensors import DTYPE_NAMES, tensor_bytes
 from .executions import CallCase, PathLike, initial_state
 
 _BLANK = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
-_KEPT = (CONSTANTS_NAME, ADAPTER_NAME, ADAPTER_CONSTANTS_NAME)
+_KEPT = (CONSTANTS_NAME, CONVERSION_NAME, CONVERSION_CONSTANTS_NAME)
 
 
 class Position(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from weightswap_exporter.engines.compiling import Tell, tell_nobody
+from weightswap_exporter.engines.compiling import OnStep, ignore_step
 from weightswap_exporter.engines.engine_check import MOST_BYTES
 from weightswap_exporter.modules.stand_ins import first_line
 from weightswap_exporter.modules.tensors import unwrapped
@@ -46,7 +46,7 @@ def verify(
     before: PathLike | None = None,
     tolerance: Tolerance | None = None,
     seed: int = 0,
-    tell: Tell | None = None,
+    on_step: OnStep | None = None,
 ) -> Verification:
     """Check everything that can be checked about an artifact with weights, on the CPU.
 
@@ -57,7 +57,7 @@ def verify(
     recipe: the result of a recipe, with `model`, which gets the weights: by name from a weight file, by its own loading
     code from a checkpoint. weights: a weight file, any source that `pack` takes, or a delta from `before`. engines:
     None, all that the artifact and this machine offer. before: weights to swap from; None: random ones, if they take at
-    most 2 GB. tolerance, seed: as for `parity.compare`. tell: a callback that gets the name of each step.
+    most 2 GB. tolerance, seed: as for `parity.compare`. on_step: a callback that gets the name of each step.
 
     Raises ParityError as `parity.compare` does, Unsupported for an artifact of several ranks, and the errors of `load`,
     `pack` and loading the model's weights.
@@ -72,7 +72,7 @@ def verify(
         whole = _result_of_delta(weights, before, folder)
         file = whole or servable(weights, opened, folder, model if load_function else None, load_function)
         names = tuple(available_engines(opened) if engines is None else engines)
-        checks = _Checks(opened, file, weights if whole else file, names, tell or tell_nobody)
+        checks = _Checks(opened, file, weights if whole else file, names, on_step or ignore_step)
         cases = checks.cases(recipe or {}, seed)
         if model is not None:
             fill_model(model, opened, whole or weights, load_function)
@@ -193,7 +193,7 @@ class _Checks:
     weights: PathLike  # a full set
     swapped: PathLike  # what swaps take: the same, or a delta that leads to it
     engines: Sequence[str]
-    tell: Tell
+    on_step: OnStep
     goldens: list[GoldensCheck] = field(default_factory=list)
     parity: ParityReport | None = None
     swaps: list[SwapCheck] = field(default_factory=list)
@@ -208,7 +208,7 @@ class _Checks:
 
     def check_goldens(self) -> None:
         for engine in self.engines:
-            self.tell(f"recorded calls on {engine}")
+            self.on_step(f"recorded calls on {engine}")
             chosen: Any = engine
             model = load(self.artifact, engine=chosen, residency="single")
             try:
@@ -225,7 +225,7 @@ class _Checks:
         if recipe is None and set(self.engines) <= {"torch"}:
             self.notes.append("the engines were not compared: there is no recipe, and no engine besides torch")
             return
-        self.tell("calls on every engine")
+        self.on_step("calls on every engine")
         model = None if recipe is None else checked_model(unwrapped(recipe["model"]), self.artifact)
         functions = {name: spec.fn_name for name, spec in ((recipe or {}).get("methods") or {}).items()}
         self.parity = compare_calls(
@@ -240,7 +240,7 @@ class _Checks:
             return
         accepted = self._accepted(cases)
         for engine, residency in product(self.engines, RESIDENCIES):
-            self.tell(f"a swap on {engine}, {residency} residency")
+            self.on_step(f"a swap on {engine}, {residency} residency")
             self.swaps.append(
                 check_swap(self.artifact, engine, residency, before, self.swapped, self.weights, accepted)
             )

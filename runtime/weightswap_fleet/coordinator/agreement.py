@@ -1,7 +1,7 @@
 """The two-phase commit of a fleet's changes, and its trials. No Ray.
 
-All nodes stage and verify first; then the place is written, which is the decision; then all nodes commit. The place
-alone records it: a coordinator that dies leaves nodes that read there how their open order ended.
+All nodes stage and verify first; then the desired store is written, which is the decision; then all nodes commit. The
+desired store alone records it: a coordinator that dies leaves nodes that read there how their open change ended.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 from msgspec.structs import replace
 
 from weightswap_fleet.documents import (
-    Committed,
+    CommitReply,
     FleetReceipt,
     NodeMethods,
     NodeReceipt,
-    Order,
-    Prepared,
-    TrialOrder,
+    PrepareReply,
+    PrepareRequest,
     TrialReport,
+    TrialRequest,
 )
 from weightswap_fleet.errors import FleetRefused, FleetUndecided, UnknownFleet
 from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClosed, Unsupported, check_said, text_of
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights, check_promotable, find_good
-from weightswap_runtime.following.place import DesiredPlace, Known, described
+from weightswap_runtime.following.desired_store import DesiredStore, Known, described
 from weightswap_runtime.sources.location import printable
-from weightswap_server.canary import Judgement
+from weightswap_server.canary import CanaryAnalysis
 
 _LEAST_LEASE = 10.0  # seconds, as a busy node may take some to answer
 _RENEW = _LEAST_LEASE / 4  # seconds between two renewals, so that one that is lost ends no lease
@@ -41,12 +41,12 @@ _ANSWER = 5.0  # seconds for a node's answer during a trial
 _POLL = 0.02
 P = ParamSpec("P")
 R = TypeVar("R")
-AnyOrder = TypeVar("AnyOrder", Order, TrialOrder)
+AnyRequest = TypeVar("AnyRequest", PrepareRequest, TrialRequest)
 _Decide = Callable[[int, bool], DesiredState]  # the revision before, and whether all nodes have the weights in memory
 
 
 class Nodes(Protocol):
-    """The keepers of a fleet's nodes."""
+    """The agents of a fleet's nodes."""
 
     def names(self) -> list[str]:
         """Return the names of the present nodes."""
@@ -78,21 +78,24 @@ DEADLINES = Deadlines()
 
 
 class Agreement:
-    """The coordinator of a fleet's changes, one at a time. Of concurrent coordinators, the place accepts one."""
+    """The coordinator of a fleet's changes, one at a time. Of concurrent coordinators, the desired store accepts
+    one."""
 
-    def __init__(self, place: DesiredPlace, nodes: Nodes, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._place, self._nodes, self._clock = place, nodes, clock
+    def __init__(
+        self, desired_store: DesiredStore, nodes: Nodes, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._desired_store, self._nodes, self._clock = desired_store, nodes, clock
 
     def swap(self, source: str, known: Known, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
         """Change the weights of all nodes. known: the identity of the weights at `source`.
 
-        Raises FleetRefused with all reasons, RevisionConflict if the place was changed meanwhile, FleetUndecided if the
-        place did not say whether it was written, and what `DesiredPlace.set` raises.
+        Raises FleetRefused with all reasons, RevisionConflict if the desired store was changed meanwhile,
+        FleetUndecided if the desired store did not say whether it was written, and what `DesiredStore.set` raises.
         """
-        state = self._place.read()
+        state = self._desired_store.read()
 
         def decide(revision: int, _: bool) -> DesiredState:
-            return self._place.set(source, revision=revision, by=by, why=why, known=known)
+            return self._desired_store.set(source, revision=revision, by=by, why=why, known=known)
 
         return self._change("swap", state, described(source, known, by, why, state), source, decide, deadlines)
 
@@ -101,38 +104,38 @@ class Agreement:
 
         Raises NotPromoted, and what `swap` raises.
         """
-        state = self._place.read()
+        state = self._desired_store.read()
         check_promotable(state, known.weights_id, printable(source))
 
         def decide(revision: int, _: bool) -> DesiredState:
             unchanged = partial(self._check_unchanged, revision)
-            return self._place.promote(source, known=known, by=by, why=why, may=unchanged)
+            return self._desired_store.promote(source, known=known, by=by, why=why, may=unchanged)
 
         return self._change("publish", state, described(source, known, by, why, state), source, decide, deadlines)
 
     def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
         """Serve earlier weights again on all nodes: the previous ones, or those whose id begins with `to`.
 
-        Raises what `swap` raises, and what `DesiredPlace.rollback` raises.
+        Raises what `swap` raises, and what `DesiredStore.rollback` raises.
         """
         check_said(by, why)
-        state = self._place.read()
-        weights = replace(find_good(state, to, self._place.where), by=by, why=why)
+        state = self._desired_store.read()
+        weights = replace(find_good(state, to, self._desired_store.where), by=by, why=why)
 
         def decide(revision: int, resident: bool) -> DesiredState:
-            return self._place.rollback(
+            return self._desired_store.rollback(
                 revision=revision, to=weights.weights_id, by=by, why=why, hold=hold, known_there=resident
             )
 
-        source = str(self._place.locate(weights))
+        source = str(self._desired_store.locate(weights))
         return self._change("rollback", state, weights, source, decide, deadlines)
 
     def _check_unchanged(self, revision: int, state: DesiredState) -> None:
-        """Raise RevisionConflict if the place was written since the nodes were asked."""
+        """Raise RevisionConflict if the desired store was written since the nodes were asked."""
         if state.revision != revision:
             raise RevisionConflict(
-                f"{self._place.where}: is at revision {state.revision}, but the nodes were asked at {revision}. "
-                "Publish it again."
+                f"{self._desired_store.where}: is at revision {state.revision}, but the nodes were asked at "
+                f"{revision}. Publish it again."
             )
 
     def _change(
@@ -145,20 +148,20 @@ class Agreement:
         deadlines: Deadlines,
     ) -> FleetReceipt:
         began = self._clock()
-        order = Order(
+        request = PrepareRequest(
             uuid.uuid4().hex,
             state.revision,
             source,
-            self._place.located(weights),
+            self._desired_store.located(weights),
             lease=max(_LEAST_LEASE, 2 * deadlines.commit),
             is_rollback=kind == "rollback",
             reader=reader_of(self._nodes),
         )
-        with _renewing(self._nodes, order):
-            prepared = _prepare_all(self._nodes, NodeMethods.prepare, order, NodeMethods.discard, deadlines.prepare)
+        with _renewing(self._nodes, request):
+            prepared = _prepare_all(self._nodes, NodeMethods.prepare, request, NodeMethods.discard, deadlines.prepare)
             ready = self._clock()
-            after = self._decide(order, prepared, decide)
-        committed, late = self._commit(order, after, list(prepared), deadlines.commit)
+            after = self._decide(request, prepared, decide)
+        committed, late = self._commit(request, after, list(prepared), deadlines.commit)
         times = [commit.at for commit in committed.values()]
         return FleetReceipt(
             kind="none" if state.weights_id == weights.weights_id else kind,
@@ -175,61 +178,63 @@ class Agreement:
             late=late,
         )
 
-    def _decide(self, order: Order, prepared: Mapping[str, Prepared], decide: _Decide) -> DesiredState:
-        """Write the place, if all nodes are still ready. If that certainly failed, all nodes discard the order."""
+    def _decide(self, request: PrepareRequest, prepared: Mapping[str, PrepareReply], decide: _Decide) -> DesiredState:
+        """Write the desired store, if all nodes are still ready. If that certainly failed, all nodes discard the
+        change."""
         try:
-            self._check_open(order, list(prepared))
-            return decide(order.revision, bool(prepared) and all(part.resident for part in prepared.values()))
+            self._check_open(request, list(prepared))
+            return decide(request.revision, bool(prepared) and all(part.resident for part in prepared.values()))
         except DesiredError as error:
-            return self._check_written(order, error)
+            return self._check_written(request, error)
         except BaseException:
-            self._discard(order)
+            self._discard(request)
             raise
 
-    def _check_open(self, order: Order, names: Sequence[str]) -> None:
-        """Raise FleetRefused unless every present node says in time, within its lease, that it still has the order.
+    def _check_open(self, request: PrepareRequest, names: Sequence[str]) -> None:
+        """Raise FleetRefused unless every present node says in time, within its lease, that it still has the change.
 
         A coordinator that was suspended must not decide for nodes that have given up waiting for it, and discarded the
         weights: each would have to stage them again, and might fail.
         """
         began = self._clock()
-        answers = self._nodes.call(names, order.lease / 2, NodeMethods.renew, order.id)
-        is_late = self._clock() >= began + order.lease
+        answers = self._nodes.call(names, request.lease / 2, NodeMethods.renew, request.id)
+        is_late = self._clock() >= began + request.lease
         present = set(self._nodes.names())
         closed = {
-            name: answer if isinstance(answer, Exception) else StageClosed(f"{name}: has discarded the order")
+            name: answer if isinstance(answer, Exception) else StageClosed(f"{name}: has discarded the change")
             for name, answer in answers.items()
             if name in present and (is_late or answer is not True)
         }
         if closed:
-            raise FleetRefused(printable(order.source), closed)
+            raise FleetRefused(printable(request.source), closed)
 
-    def _check_written(self, order: Order, error: DesiredError) -> DesiredState:
+    def _check_written(self, request: PrepareRequest, error: DesiredError) -> DesiredState:
         """Return the state if a write with an error took effect. Raises the error if not, or FleetUndecided.
 
-        Undecided, the order is not discarded: the write may have taken effect, and then nodes commit what they have.
+        Undecided, the change is not discarded: the write may have taken effect, and then nodes commit what they have.
         """
         try:
-            state = self._place.read()
+            state = self._desired_store.read()
         except DesiredError:
             raise FleetUndecided(
-                f"{self._place.where}: did not confirm that it took the weights {order.weights.weights_id[:SHOWN]} "
-                f"({text_of(error)}). All nodes keep reading it until it answers, and then follow it."
+                f"{self._desired_store.where}: did not confirm that it took the weights "
+                f"{request.weights.weights_id[:SHOWN]} ({text_of(error)}). All nodes keep reading it until it answers, "
+                "and then follow it."
             ) from error
-        if state.revision > order.revision and state.weights_id == order.weights.weights_id:
+        if state.revision > request.revision and state.weights_id == request.weights.weights_id:
             return state
-        self._discard(order)
+        self._discard(request)
         raise error
 
-    def _discard(self, order: Order) -> None:
-        self._nodes.call(self._nodes.names(), _LEAST_LEASE, NodeMethods.discard, order.id)
+    def _discard(self, request: PrepareRequest) -> None:
+        self._nodes.call(self._nodes.names(), _LEAST_LEASE, NodeMethods.discard, request.id)
 
     def _commit(
-        self, order: Order, after: DesiredState, names: list[str], timeout: float
-    ) -> tuple[dict[str, Committed], dict[str, str]]:
+        self, request: PrepareRequest, after: DesiredState, names: list[str], timeout: float
+    ) -> tuple[dict[str, CommitReply], dict[str, str]]:
         """Let all nodes commit, also new ones. Returns those that have, and why the others have not yet."""
         deadline = self._clock() + timeout
-        answers = self._nodes.call(names, timeout, NodeMethods.commit, order.id, after.revision)
+        answers = self._nodes.call(names, timeout, NodeMethods.commit, request.id, after.revision)
         committed = {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
         while True:
             seconds = max(deadline - self._clock(), _POLL)
@@ -250,7 +255,7 @@ class Agreement:
         return reasons
 
 
-def _receipt(prepared: Prepared, committed: Committed | None) -> NodeReceipt:
+def _receipt(prepared: PrepareReply, committed: CommitReply | None) -> NodeReceipt:
     at, generation = committed or (None, None)
     return NodeReceipt(prepared.seconds, prepared.resident, prepared.verified, at, generation)
 
@@ -265,89 +270,89 @@ class Verdict(NamedTuple):
 class FleetTrial:
     """The leader's side of a trial. Not thread-safe."""
 
-    def __init__(self, order: TrialOrder, nodes: Nodes, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, request: TrialRequest, nodes: Nodes, now: Callable[[], float] = time.time) -> None:
         """now: returns seconds since the epoch."""
-        self.order = order
+        self.request = request
         self.shares: dict[str, float] = {}  # of the requests of each node that has the trial
         self._nodes, self._now = nodes, now
-        self._judgement = Judgement(order.plan.judged)
+        self._analysis = CanaryAnalysis(request.plan.canary_plan)
 
     @classmethod
     def find(cls, nodes: Nodes) -> FleetTrial | None:
         """Return the latest trial of a former leader, with measures begun anew, and end earlier ones."""
         answers = nodes.call(nodes.names(), _ANSWER, NodeMethods.trial)
-        orders = {name: order for name, order in answers.items() if isinstance(order, TrialOrder)}
-        if not orders:
+        requests = {name: request for name, request in answers.items() if isinstance(request, TrialRequest)}
+        if not requests:
             return None
-        latest = max(orders.values(), key=lambda order: order.weights.since)
-        for name, order in orders.items():
-            if order.id != latest.id:
-                nodes.call([name], _ANSWER, NodeMethods.end_trial, order.id)
+        latest = max(requests.values(), key=lambda request: request.weights.since)
+        for name, request in requests.items():
+            if request.id != latest.id:
+                nodes.call([name], _ANSWER, NodeMethods.end_trial, request.id)
         trial = cls(latest, nodes)
-        trial.shares = {name: 0.0 for name, order in orders.items() if order.id == latest.id}
+        trial.shares = {name: 0.0 for name, request in requests.items() if request.id == latest.id}
         return trial
 
     def begin(self, timeout: float) -> None:
         """Let all nodes stage and verify, and start the trial. Raises FleetRefused, and Unsupported for a share of the
         nodes that would be all of them. Then no node has the trial."""
         self._check_shares(self._nodes.names())
-        with _renewing(self._nodes, self.order):
-            ready = _prepare_all(self._nodes, NodeMethods.prepare_trial, self.order, NodeMethods.end_trial, timeout)
+        with _renewing(self._nodes, self.request):
+            ready = _prepare_all(self._nodes, NodeMethods.prepare_trial, self.request, NodeMethods.end_trial, timeout)
         self.shares = dict.fromkeys(ready, 0.0)
-        if (verdict := self.look()) is not None and verdict.what == "ended":
-            raise FleetRefused(self.order.source, dict.fromkeys(ready, StageClosed(verdict.why)))
+        if (verdict := self.poll()) is not None and verdict.what == "ended":
+            raise FleetRefused(self.request.source, dict.fromkeys(ready, StageClosed(verdict.why)))
 
     def _check_shares(self, names: Sequence[str]) -> None:
-        plan = self.order.plan
+        plan = self.request.plan
         for share in plan.steps or (plan.share,):
             if plan.of == "nodes" and share < 1 and all(shares(names, share, by_nodes=True).values()):
                 raise Unsupported(f"share={share:g} of {len(names)} nodes would be all; give a share of the requests")
 
-    def look(self) -> Verdict | None:
+    def poll(self) -> Verdict | None:
         """Renew the trial on all nodes, collect the measures, and judge them.
 
         Nodes that have lost the trial, or joined later, serve the desired weights alone until the promotion.
         """
-        plan, elapsed = self.order.plan, self._now() - self.order.weights.since
+        plan, elapsed = self.request.plan, self._now() - self.request.weights.since
         share_of = shares(sorted(self.shares), plan.share_at(elapsed), by_nodes=plan.of == "nodes")
         for share in sorted(set(share_of.values())):
             self._renew([name for name in share_of if share_of[name] == share], share)
         if not self.shares:
             return Verdict("ended", "no node has it any more")
-        if (verdict := self._judgement.verdict()) is not None:
+        if (verdict := self._analysis.verdict()) is not None:
             return Verdict(*verdict)
         if plan.is_through(elapsed):
             return Verdict("promote", f"{len(plan.steps)} steps of {plan.step_seconds:g} s")
         return None
 
     def _renew(self, names: Sequence[str], share: float) -> None:
-        answers = self._nodes.call(names, _ANSWER, NodeMethods.continue_trial, self.order.id, share)
+        answers = self._nodes.call(names, _ANSWER, NodeMethods.continue_trial, self.request.id, share)
         for name, answer in answers.items():
             if not isinstance(answer, Exception):
                 self.shares[name] = share
-                self._judgement.add(answer)
+                self._analysis.add(answer)
             elif isinstance(answer, StageClosed) or name not in self._nodes.names():
                 del self.shares[name]  # any other node may only be late
 
     def end(self) -> None:
         """End the trial on all nodes."""
-        self._nodes.call(list(self.shares), _ANSWER, NodeMethods.end_trial, self.order.id)
+        self._nodes.call(list(self.shares), _ANSWER, NodeMethods.end_trial, self.request.id)
 
     def report(self, outcome: str = "", reason: str = "") -> TrialReport:
         """Return the report of the trial. outcome, reason: empty while it goes on."""
-        weights = self.order.weights
-        judged = self._judgement.report()
+        weights = self.request.weights
+        canary_plan = self._analysis.report()
         return TrialReport(
             weights_id=weights.weights_id,
             source=weights.source,
             by=weights.by,
             why=weights.why,
             since=weights.since,
-            plan=self.order.plan,
+            plan=self.request.plan,
             shares=dict(self.shares),
-            values=judged["values"],
-            promote_held=judged["promote_held"],
-            skipped=judged["skipped"],
+            values=canary_plan["values"],
+            promote_held=canary_plan["promote_held"],
+            skipped=canary_plan["skipped"],
             outcome=outcome,
             reason=reason,
         )
@@ -368,13 +373,13 @@ def reader_of(nodes: Nodes) -> str:
 
 
 @contextmanager
-def _renewing(nodes: Nodes, order: Order | TrialOrder) -> Iterator[None]:
-    """Renew the leases of an order on all nodes while the block runs: some are ready long before the last."""
+def _renewing(nodes: Nodes, request: PrepareRequest | TrialRequest) -> Iterator[None]:
+    """Renew the leases of a change on all nodes while the block runs: some are ready long before the last."""
     done = threading.Event()
 
     def renew() -> None:
         while not done.wait(_RENEW):
-            nodes.call(nodes.names(), _RENEW, NodeMethods.renew, order.id)
+            nodes.call(nodes.names(), _RENEW, NodeMethods.renew, request.id)
 
     thread = threading.Thread(target=renew, name="weightswap-renewing", daemon=True)
     thread.start()
@@ -387,25 +392,25 @@ def _renewing(nodes: Nodes, order: Order | TrialOrder) -> Iterator[None]:
 
 def _prepare_all(
     nodes: Nodes,
-    prepare: Callable[[NodeMethods, AnyOrder], Prepared],
-    order: AnyOrder,
+    prepare: Callable[[NodeMethods, AnyRequest], PrepareReply],
+    request: AnyRequest,
     undo: Callable[[NodeMethods, str], None],
     timeout: float,
-) -> dict[str, Prepared]:
+) -> dict[str, PrepareReply]:
     """Let all nodes stage and verify. If one cannot, all discard the weights, and FleetRefused is raised.
 
     A node that has gone meanwhile does not count: it will start with what is desired then. Raises UnknownFleet if no
     node is left: what nobody has verified must not become desired.
     """
     names = nodes.names()
-    answers = nodes.call(names, timeout, prepare, order)
+    answers = nodes.call(names, timeout, prepare, request)
     present = set(nodes.names())
     problems = {name: error for name, error in answers.items() if isinstance(error, Exception) and name in present}
     if problems:
-        nodes.call(names, _LEAST_LEASE, undo, order.id)
-        raise FleetRefused(printable(order.source), problems)
+        nodes.call(names, _LEAST_LEASE, undo, request.id)
+        raise FleetRefused(printable(request.source), problems)
     prepared = {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
     if not prepared:
-        where = printable(order.source)
+        where = printable(request.source)
         raise UnknownFleet(f"{where}: no node is there to verify it, so nothing was written; try again once one is")
     return prepared

@@ -20,49 +20,49 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from weightswap_fleet.documents import NodeMethods, Spec
-from weightswap_fleet.node.memory import Board
+from weightswap_fleet.documents import DeploymentSpec, NodeMethods
+from weightswap_fleet.node.memory import RevisionPage
 from weightswap_fleet.node.ranks import Rank, open_first
-from weightswap_fleet.node.ranks_keeper import RanksKeeper
+from weightswap_fleet.node.ranks_agent import RanksAgent
 from weightswap_runtime.process_groups import free_address
 from weightswap_server.service.service import Service
 
-from .controller import NAMESPACE, keeper_name, send, this_node
+from .actors import NAMESPACE, agent_name, send, this_node
 
 _ANSWER = 60.0  # seconds to wait for other ranks
 _SILENT = 120.0  # seconds without an answer after which a rank does not live
-_LOOK = 0.5  # seconds between two looks whether all ranks live
+_POLL = 0.5  # seconds between two looks whether all ranks live
 _log = logging.getLogger("weightswap.fleet")
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class RankSeat:
+class RanksAttachment:
     """What a replica serves: the model on all of its ranks, and its part in the fleet's changes."""
 
-    def __init__(self, spec: Spec) -> None:
-        """Waits until the desired weights are served. Raises what `open_first` and `RanksKeeper` raise."""
+    def __init__(self, spec: DeploymentSpec) -> None:
+        """Waits until the desired weights are served. Raises what `open_first` and `RanksAgent` raise."""
         address = free_address("127.0.0.1")
         actors = [_start_rank(spec, address, number) for number in range(1, spec.ranks)]
         others = _Actors(actors)
         self.model = open_first(spec, address, others)
         node = f"{this_node()}.{os.getpid()}"
-        door = ray.remote(_Door).options(name=keeper_name(spec, node), namespace=NAMESPACE, num_cpus=0).remote()
-        self._keeper = RanksKeeper(spec, node, self.model, others)
-        self.board: Board = self._keeper.board
-        _in_thread(lambda: _answer(door, self._keeper))
-        _in_thread(lambda: _watch(actors, self._keeper))
+        mailbox = ray.remote(_Mailbox).options(name=agent_name(spec, node), namespace=NAMESPACE, num_cpus=0).remote()
+        self._agent = RanksAgent(spec, node, self.model, others)
+        self.revision_page: RevisionPage = self._agent.revision_page
+        _in_thread(lambda: _answer(mailbox, self._agent))
+        _in_thread(lambda: _watch(actors, self._agent))
 
     def serve(self, service: Service) -> None:
-        """Follow the place from now on. service: what answers the replica's requests."""
-        self._keeper.replica_metrics = lambda: service.metrics.text().decode()
-        self._keeper.start()
+        """Follow the desired store from now on. service: what answers the replica's requests."""
+        self._agent.replica_metrics = lambda: service.metrics.text().decode()
+        self._agent.start()
 
     async def check(self) -> None:
         """Nothing is left to check: a replica whose ranks are not all there has ended."""
 
 
-def _start_rank(spec: Spec, address: str, number: int) -> ActorHandle[Rank]:
+def _start_rank(spec: DeploymentSpec, address: str, number: int) -> ActorHandle[Rank]:
     """Start a rank on the same resources as the first has, beside it. It is never started again by itself."""
     group = get_current_placement_group()
     assert group is not None, "`deployment` gives each replica with ranks a placement group"
@@ -84,7 +84,7 @@ class _Actors:
     def __init__(self, actors: Sequence[ActorHandle[Rank]]) -> None:
         self._actors = actors
 
-    def tell(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> None:
+    def send(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> None:
         for actor in self._actors:
             send(actor, method, *arguments, **options)
 
@@ -94,25 +94,25 @@ class _Actors:
         return answers
 
 
-def _watch(actors: Sequence[ActorHandle[Rank]], keeper: RanksKeeper) -> None:
+def _watch(actors: Sequence[ActorHandle[Rank]], agent: RanksAgent) -> None:
     """End this process once a rank has ended or is lost: those that are left cannot answer, and hold their memory."""
-    ranks = keeper.model.ranks
+    ranks = agent.model.ranks
     assert ranks is not None
     asked: list[Any] = []
     since = time.monotonic()
     while ranks.lost is None:
         if time.monotonic() > since + _SILENT:
-            _end(f"{keeper.node}: a rank has not answered for {_SILENT:g} s")
-        ready, asked = ray.wait(asked, num_returns=len(asked), timeout=_LOOK) if asked else ([], [])
+            _end(f"{agent.node}: a rank has not answered for {_SILENT:g} s")
+        ready, asked = ray.wait(asked, num_returns=len(asked), timeout=_POLL) if asked else ([], [])
         try:
             ray.get(ready)
         except RayError as error:
-            _end(f"{keeper.node}: a rank has ended ({type(error).__name__})")
+            _end(f"{agent.node}: a rank has ended ({type(error).__name__})")
         if not asked:
-            keeper.stopped.wait(_LOOK)
+            agent.stopped.wait(_POLL)
             since = time.monotonic()
             asked = [send(actor, Rank.state) for actor in actors]
-    _end(f"{keeper.node}: {ranks.lost}")
+    _end(f"{agent.node}: {ranks.lost}")
 
 
 def _end(why: str) -> NoReturn:
@@ -128,7 +128,7 @@ class _Asked(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-class _Door:
+class _Mailbox:
     """The actor by which others find a replica, whose own actor is Ray Serve's alone. It has the `NodeMethods` of
     changes, and passes them on: the replica takes each question, and brings its answer."""
 
@@ -143,11 +143,11 @@ class _Door:
         self._asked.put_nowait(_Asked(self._number, method, arguments))
         return await answer
 
-    async def take(self) -> _Asked:
+    async def receive(self) -> _Asked:
         """Wait for the next question."""
         return await self._asked.get()
 
-    async def bring(self, number: int, answer: object, error: Exception | None) -> None:
+    async def reply(self, number: int, answer: object, error: Exception | None) -> None:
         """Answer a question."""
         waiting = self._open.pop(number)
         if error is not None:
@@ -157,7 +157,7 @@ class _Door:
 
 
 def _passing(method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-    async def ask(self: _Door, *arguments: Any) -> Any:
+    async def ask(self: _Mailbox, *arguments: Any) -> Any:
         return await self._pass_on(method, arguments)
 
     return ask
@@ -176,26 +176,26 @@ for _method in (
     NodeMethods.end_trial,
     NodeMethods.trial,
 ):
-    setattr(_Door, _method.__name__, _passing(_method.__name__))
+    setattr(_Mailbox, _method.__name__, _passing(_method.__name__))
 
 
-def _answer(door: ActorHandle[_Door], keeper: RanksKeeper) -> None:
-    """Answer what is asked at the door, each question in a thread: some wait for others."""
+def _answer(mailbox: ActorHandle[_Mailbox], agent: RanksAgent) -> None:
+    """Answer what is asked at the mailbox, each question in a thread: some wait for others."""
     while True:
         try:
-            asked: _Asked = ray.get(send(door, _Door.take))
+            asked: _Asked = ray.get(send(mailbox, _Mailbox.receive))
         except RayError as error:
-            _end(f"{keeper.node}: the actor by which others find it has ended ({type(error).__name__})")
-        _in_thread(lambda asked=asked: _answer_one(door, keeper, asked))  # type: ignore[misc]
+            _end(f"{agent.node}: the actor by which others find it has ended ({type(error).__name__})")
+        _in_thread(lambda asked=asked: _answer_one(mailbox, agent, asked))  # type: ignore[misc]
 
 
-def _answer_one(door: ActorHandle[_Door], keeper: RanksKeeper, asked: _Asked) -> None:
+def _answer_one(mailbox: ActorHandle[_Mailbox], agent: RanksAgent, asked: _Asked) -> None:
     answer, failure = None, None
     try:
-        answer = getattr(keeper, asked.method)(*asked.arguments)
+        answer = getattr(agent, asked.method)(*asked.arguments)
     except Exception as error:
         failure = error
-    send(door, _Door.bring, asked.number, answer, failure)
+    send(mailbox, _Mailbox.reply, asked.number, answer, failure)
 
 
 def _in_thread(work: Callable[[], object]) -> None:

@@ -1,8 +1,9 @@
-"""A node's part in the changes of a fleet: orders of a coordinator, trials, and what the place desires, one at a time.
+"""A node's part in the changes of a fleet: changes of a coordinator, trials, and what the desired store wants, one at a
+time.
 
-The place alone records what was decided. A coordinator may die at any time, and a message may be lost, or come late. So
-a node that has prepared an order waits for `commit` or `discard`, but also learns from the place how the order ended:
-in `reconcile`, once the place has another revision, or the order's lease is over.
+The desired store alone records what was decided. A coordinator may die at any time, and a message may be lost, or come
+late. So a node that has prepared a change waits for `commit` or `discard`, but also learns from the desired store how
+the change ended: in `reconcile`, once the desired store has another revision, or the change's lease is over.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from pathlib import Path
 
 import msgspec
 
-from weightswap_fleet.documents import Committed, Order, Prepared, Spec, TrialOrder
+from weightswap_fleet.documents import CommitReply, DeploymentSpec, PrepareReply, PrepareRequest, TrialRequest
 from weightswap_runtime.errors import StageCancelled, StageClosed, StagingBusy, Unsupported, WeightswapError, text_of
 from weightswap_runtime.following.controller import Change, Controller, Lease
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights
-from weightswap_runtime.following.intake import NoticeKind
-from weightswap_runtime.following.place import DesiredPlace, Source
+from weightswap_runtime.following.desired_store import DesiredStore, Source
+from weightswap_runtime.following.file_queue import NoticeKind
 from weightswap_runtime.following.reconciler import Reconciler
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.store import fingerprint_of
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import begin_trial
+from weightswap_runtime.shared.owner import begin_trial
 from weightswap_runtime.sources.byte_source import Check
-from weightswap_server.canary import Judgement, Measured
+from weightswap_server.canary import CanaryAnalysis, Measured
 from weightswap_server.workers.trials import read_measures
 
 from .weights import NodeWeights
 
-_SILENT = 30.0  # seconds without a read of the place, after which a node reports it
+_SILENT = 30.0  # seconds without a read of the desired store, after which a node reports it
 _log = logging.getLogger("weightswap.fleet")
 
 
@@ -42,7 +43,7 @@ class NodeChanges:
     """The changes of one node. Thread-safe: whatever stages or commits has the turn.
 
     What must not wait for a staging (`renew`, `discard`, `end_trial`, what the node's status says, and the refusal of a
-    second order) does without.
+    second change) does without.
     """
 
     def __init__(
@@ -52,16 +53,16 @@ class NodeChanges:
         deployment is known; without it nothing changes."""
         self._weights, self._control, self._clock = weights, control, clock
         self._node, self._model = weights.node, weights.model
-        self._place = _NodePlace(weights.spec.place, clock)
-        self.reconciler = Reconciler(self._place, weights.spec.interval, clock)
+        self._desired_store = _NodeDesiredStore(weights.spec.desired_store, clock)
+        self.reconciler = Reconciler(self._desired_store, weights.spec.interval, clock)
         self.is_deployed = is_deployed
-        self.wakeup = threading.Event()  # of the thread that follows the place
+        self.wakeup = threading.Event()  # of the thread that follows the desired store
         self.stopped = threading.Event()
         self._changes = _NodeController(self)
         self._last_conditions: Hashable = None  # of the last reconciliation
         self._deploying = threading.Lock()  # not the turn: a starting replica must not wait for a staging
 
-    def deploy(self, spec: Spec) -> None:
+    def deploy(self, spec: DeploymentSpec) -> None:
         """Adopt a deployment if it is the latest."""
         with self._deploying:
             if spec.since > self._weights.spec.since:
@@ -74,111 +75,113 @@ class NodeChanges:
 
     @property
     def preparing(self) -> str:
-        """The weights id of the open order; empty without one."""
-        opened = self._order
+        """The weights id of the open change; empty without one."""
+        opened = self._requested
         return opened.weights_id if opened else ""
 
     @property
-    def _order(self) -> _OpenOrder | None:
-        return next((change for change in self._changes.open if isinstance(change, _OpenOrder)), None)
+    def _requested(self) -> _RequestedChange | None:
+        return next((change for change in self._changes.open if isinstance(change, _RequestedChange)), None)
 
     @property
     def _trial(self) -> _NodeTrial | None:
         return next((change for change in self._changes.open if isinstance(change, _NodeTrial)), None)
 
-    def prepare(self, order: Order) -> Prepared:
-        """Stage and verify the weights of an order, and keep them ready.
+    def prepare(self, request: PrepareRequest) -> PrepareReply:
+        """Stage and verify the weights of a change, and keep them ready.
 
         Weights on trial are not staged again, and stay on trial until the commit. A rollback does not wait: it cancels
-        a staging, ends a trial, and discards an undecided order.
+        a staging, ends a trial, and discards an undecided change.
 
-        Raises what `Model.stage` raises, StageCancelled if the order is discarded meanwhile, or was before it came, and
-        StagingBusy if another order is open, or other weights are on trial.
+        Raises what `Model.stage` raises, StageCancelled if the change is discarded meanwhile, or was before it came,
+        and StagingBusy if another change is open, or other weights are on trial.
         """
         began = time.perf_counter()
-        if not order.is_rollback:
+        if not request.is_rollback:
             self._check_free()  # at once: the turn may come only after a long staging
-        with self._changes.turn(self._changes.interrupt if order.is_rollback else None):
-            opened = self._open(order)
+        with self._changes.turn(self._changes.interrupt if request.is_rollback else None):
+            opened = self._open(request)
             opened.lease.renew()  # the staging may have taken long
             resident = opened.staged is None or opened.is_borrowed
             verified = opened.staged.verified if opened.staged is not None else "none"
-            return Prepared(time.perf_counter() - began, resident, verified)
+            return PrepareReply(time.perf_counter() - began, resident, verified)
 
-    def _open(self, order: Order) -> _OpenOrder:
-        trial = self._trial if self._trial is not None and self._trial.is_of(order) else None
-        opened = _OpenOrder(order, self._node, self._clock, trial.staged if trial is not None else None)
+    def _open(self, request: PrepareRequest) -> _RequestedChange:
+        trial = self._trial if self._trial is not None and self._trial.is_of(request) else None
+        opened = _RequestedChange(request, self._node, self._clock, trial.staged if trial is not None else None)
         self._changes.check_not_discarded(opened)
-        if order.is_rollback:
+        if request.is_rollback:
             self._make_way(keep=trial)
         self._check_free()
         weights_id = opened.weights_id
-        in_memory = order.is_rollback and (weights_id == self._model.weights_id or self._weights.keeps(weights_id))
+        in_memory = request.is_rollback and (weights_id == self._model.weights_id or self._weights.keeps(weights_id))
         if trial is not None or in_memory:
             return self._changes.prepare(opened)
-        begin = partial(self._weights.stage, order.source, order.weights, order.reader)
-        return self._changes.prepare(opened, begin, lambda: not self._is_overtaken(order))
+        begin = partial(self._weights.stage, request.source, request.weights, request.reader)
+        return self._changes.prepare(opened, begin, lambda: not self._is_overtaken(request))
 
     def _make_way(self, keep: _NodeTrial | None) -> None:
-        """End what a rollback does not wait for: an order, unless it was decided, and a trial."""
-        if (opened := self._order) is not None and not self._resolve(opened):
+        """End what a rollback does not wait for: a change, unless it was decided, and a trial."""
+        if (opened := self._requested) is not None and not self._resolve(opened):
             self._changes.drop(opened)
         if (trial := self._trial) is not None and trial is not keep:
             self._changes.drop(trial)
 
-    def _is_overtaken(self, order: Order) -> bool:
-        """Return True if the place was changed otherwise, such as by a hold or a rollback."""
+    def _is_overtaken(self, request: PrepareRequest) -> bool:
+        """Return True if the desired store was changed otherwise, such as by a hold or a rollback."""
         state = self._read()
-        return state is not None and state.revision != order.revision and state.weights_id != order.weights.weights_id
+        return (
+            state is not None and state.revision != request.revision and state.weights_id != request.weights.weights_id
+        )
 
     def _read(self) -> DesiredState | None:
-        """Return the place's state, or None if it cannot be read."""
+        """Return the desired store's state, or None if it cannot be read."""
         try:
-            return self._place.read()
+            return self._desired_store.read()
         except WeightswapError:
             return None
 
     def _check_free(self) -> None:
         if not self.is_deployed:
             raise StagingBusy(
-                f"{self._node}: its keeper was restarted, and no replica has sent it the deployment yet; try again"
+                f"{self._node}: its agent was restarted, and no replica has sent it the deployment yet; try again"
             )
-        if (opened := self._order) is not None:
+        if (opened := self._requested) is not None:
             raise StagingBusy(opened.busy)
 
     def renew(self, change_id: str) -> bool:
-        """Renew the lease of an order or a trial. Returns False if it is not open here."""
+        """Renew the lease of a change or a trial. Returns False if it is not open here."""
         if (change := self._changes.find(change_id)) is None:
             return False
         change.lease.renew()
         return True
 
-    def commit(self, order_id: str, revision: int) -> Committed:
-        """Commit the weights of an order, which was written to the place as a revision.
+    def commit(self, change_id: str, revision: int) -> CommitReply:
+        """Commit the weights of a change, which was written to the desired store as a revision.
 
-        Raises StageClosed if they are not prepared any more, whereupon the node follows the place by itself, and what
-        `Staged.commit` raises.
+        Raises StageClosed if they are not prepared any more, whereupon the node follows the desired store by itself,
+        and what `Staged.commit` raises.
         """
         with self._changes.turn():
-            opened = self._order
-            if opened is None or opened.order.id != order_id:
+            opened = self._requested
+            if opened is None or opened.request.id != change_id:
                 self.reconcile_soon()
-                raise StageClosed(f"{self._node}: the order {order_id} is no longer prepared")
+                raise StageClosed(f"{self._node}: the change {change_id} is no longer prepared")
             return self._commit(opened, revision)
 
-    def _commit(self, opened: _OpenOrder, revision: int) -> Committed:
+    def _commit(self, opened: _RequestedChange, revision: int) -> CommitReply:
         self._changes.commit(opened, partial(self._weights.mark_next, revision))
         at, generation = time.time(), self._model.generation
         assert generation is not None
         self._weights.mark(revision)  # of weights that were served already
         self.reconcile_soon()
-        return Committed(at, generation)
+        return CommitReply(at, generation)
 
-    def discard(self, order_id: str) -> None:
-        """Discard an order that is open, is being staged, or has not come yet."""
-        self._changes.discard(order_id)
+    def discard(self, change_id: str) -> None:
+        """Discard a change that is open, is being staged, or has not come yet."""
+        self._changes.discard(change_id)
 
-    def prepare_trial(self, order: TrialOrder) -> Prepared:
+    def prepare_trial(self, request: TrialRequest) -> PrepareReply:
         """Stage and verify the weights of a trial, which `continue_trial` starts.
 
         Raises what `prepare` raises, StageCancelled also if the lease runs out, and Unsupported for served weights.
@@ -189,17 +192,17 @@ class NodeChanges:
         self._check_free()
         with self._changes.turn():
             self._check_free()
-            if self._model.weights_id in (None, order.weights.weights_id):
+            if self._model.weights_id in (None, request.weights.weights_id):
                 raise Unsupported(
                     "a trial compares weights with the served ones, but this node serves none, or already serves these"
                 )
-            begin = partial(self._weights.stage, order.source, order.weights, order.reader)
-            trial = _NodeTrial(order, self._node, self._clock, control)
+            begin = partial(self._weights.stage, request.source, request.weights, request.reader)
+            trial = _NodeTrial(request, self._node, self._clock, control)
             self._changes.prepare(trial, begin, lambda: not self._desires_others())
-            return Prepared(time.perf_counter() - began, False, trial.weights.verified)
+            return PrepareReply(time.perf_counter() - began, False, trial.weights.verified)
 
     def _desires_others(self) -> bool:
-        """Return True if the place desires other weights than at the last reconciliation."""
+        """Return True if the desired store wants other weights than at the last reconciliation."""
         before, state = self.reconciler.state, self._read()
         return before is not None and state is not None and state.weights_id != before.weights_id
 
@@ -209,14 +212,14 @@ class NodeChanges:
         Returns the measures since the last call. Raises StageClosed if the trial is over.
         """
         trial = self._trial_of(trial_id)
-        if trial.phase == "staging":  # it holds the turn; calls that wait would use up the keeper's concurrency
+        if trial.phase == "staging":  # it holds the turn; calls that wait would use up the agent's concurrency
             trial.lease.renew()
             return trial.measured()
         with self._changes.turn(), self._changes.ready(trial):
             return trial.renew(share)
 
     def _trial_of(self, trial_id: str) -> _NodeTrial:
-        if (trial := self._trial) is None or trial.order.id != trial_id:
+        if (trial := self._trial) is None or trial.request.id != trial_id:
             raise StageClosed(f"{self._node}: the trial {trial_id} is over")
         return trial
 
@@ -224,10 +227,10 @@ class NodeChanges:
         """End a trial that is there, is being staged, or has not come yet."""
         self._changes.discard(trial_id)
 
-    def trial(self) -> TrialOrder | None:
-        """Return the order of the current trial."""
+    def trial(self) -> TrialRequest | None:
+        """Return the request of the current trial."""
         trial = self._trial
-        return trial.order if trial is not None else None
+        return trial.request if trial is not None else None
 
     def add_measures(self, text: str) -> None:
         """Add a replica's measures of a trial."""
@@ -235,13 +238,13 @@ class NodeChanges:
             trial.add(text)
 
     def reconcile_soon(self) -> None:
-        """Wake the thread that follows the place."""
+        """Wake the thread that follows the desired store."""
         self.wakeup.set()
 
     def reconcile(self) -> None:
-        """Do what the place says, unless an order is open and undecided."""
+        """Do what the desired store says, unless a change is open and undecided."""
         with self._changes.turn():
-            opened, trial = self._order, self._trial
+            opened, trial = self._requested, self._trial
             if not self.is_deployed or (opened is not None and not self._resolve(opened)):
                 return
             if trial is not None and trial.lease.is_over:
@@ -251,33 +254,33 @@ class NodeChanges:
             if conditions != self._last_conditions:
                 self._last_conditions = conditions
                 self.reconciler.forget_refusal()  # a new deployment, or new keys, may accept the weights
-            self.reconciler.look(self._changes)
+            self.reconciler.poll(self._changes)
             state = self.reconciler.state
             if state is not None and self.reconciler.reachable:
-                self._weights.board.read = state.revision
+                self._weights.revision_page.read = state.revision
                 if state.weights_id == self._model.weights_id:
                     self._weights.mark(state.revision)
 
-    def _resolve(self, opened: _OpenOrder) -> bool:
-        """Do what the place says about an open order. Returns True if it is over.
+    def _resolve(self, opened: _RequestedChange) -> bool:
+        """Do what the desired store says about an open change. Returns True if it is over.
 
-        While the place cannot be read, the order stays open until its lease is over: it may have been decided.
+        While the desired store cannot be read, the change stays open until its lease is over: it may have been decided.
         """
         state = self._read()
-        if state is not None and state.revision != opened.order.revision:
-            if state.weights_id == opened.order.weights.weights_id:
+        if state is not None and state.revision != opened.request.revision:
+            if state.weights_id == opened.request.weights.weights_id:
                 with suppress(WeightswapError):  # the reconciler then stages the weights itself
                     self._commit(opened, state.revision)
                     return True
             self._changes.drop(opened)
         elif opened.lease.is_over:
-            _log.warning("%s: the lease of the order %s has expired", self._node, opened.id)
+            _log.warning("%s: the lease of the change %s has expired", self._node, opened.id)
             self._changes.drop(opened)
         return opened.phase == "over"
 
 
 class _NodeController(Controller):
-    """The controller of a node's changes, which the reconciler has serve what the place says."""
+    """The controller of a node's changes, which the reconciler has serve what the desired store says."""
 
     def __init__(self, changes: NodeChanges) -> None:
         model = changes._model
@@ -286,7 +289,7 @@ class _NodeController(Controller):
 
     def check(self) -> None:
         if self._changes.stopped.is_set():
-            raise StageCancelled("the keeper was stopped")
+            raise StageCancelled("the agent was stopped")
 
     def begin(self, path: str | Path, weights: DesiredWeights) -> Staged:
         return self._weights.stage(path, weights)
@@ -315,7 +318,7 @@ class _NodeController(Controller):
         self._weights.complete(staged, is_wanted)
 
     def _revision_of(self, weights: DesiredWeights) -> int:
-        """Return the place's revision, or 0 for earlier weights, served because the desired ones cannot be."""
+        """Return the desired store's revision, or 0 for earlier weights, served because the desired ones cannot be."""
         state = self._changes.reconciler.state
         return state.revision if state is not None and state.weights_id == weights.weights_id else 0
 
@@ -324,39 +327,43 @@ class _NodeController(Controller):
 
 
 class _NodeChange(Change):
-    """An order or a trial whose weights are ready or being staged."""
+    """A change or a trial whose weights are ready or being staged."""
 
     def __init__(
-        self, order: Order | TrialOrder, node: str, clock: Callable[[], float], staged: Staged | None = None
+        self,
+        request: PrepareRequest | TrialRequest,
+        node: str,
+        clock: Callable[[], float],
+        staged: Staged | None = None,
     ) -> None:
-        weights, lease = order.weights, Lease(order.lease, clock)
-        super().__init__(weights.weights_id, id=order.id, by=weights.by, lease=lease, staged=staged)
-        self.order = order
+        weights, lease = request.weights, Lease(request.lease, clock)
+        super().__init__(weights.weights_id, id=request.id, by=weights.by, lease=lease, staged=staged)
+        self.request = request
         self._node, self._by = node, f" by {weights.by}" if weights.by else ""
 
     def __str__(self) -> str:
         return f"{self._node}: {self.weights_id[:SHOWN]}"
 
 
-class _OpenOrder(_NodeChange):
-    """An order; its weights are those of a trial, in memory, or staged for it."""
+class _RequestedChange(_NodeChange):
+    """A change; its weights are those of a trial, in memory, or staged for it."""
 
-    order: Order
+    request: PrepareRequest
 
     @property
     def busy(self) -> str:
-        return f"{self._node}: has an open order{self._by} for {self.weights_id[:SHOWN]}; try again after it"
+        return f"{self._node}: has an open change{self._by} for {self.weights_id[:SHOWN]}; try again after it"
 
 
 class _NodeTrial(_NodeChange):
     """Staged weights that replicas call from `renew` on, until it is over."""
 
-    order: TrialOrder
+    request: TrialRequest
 
-    def __init__(self, order: TrialOrder, node: str, clock: Callable[[], float], control: Control) -> None:
-        super().__init__(order, node, clock)
+    def __init__(self, request: TrialRequest, node: str, clock: Callable[[], float], control: Control) -> None:
+        super().__init__(request, node, clock)
         self._control = control
-        self._judgement = Judgement(order.plan.judged)
+        self._analysis = CanaryAnalysis(request.plan.canary_plan)
         self._share: float | None = None
         self._word = 0  # by which replicas and their measures name this trial
 
@@ -364,12 +371,12 @@ class _NodeTrial(_NodeChange):
     def busy(self) -> str:
         return f"{self} is on trial{self._by}; promote or abort it first"
 
-    def is_of(self, order: Order) -> bool:
-        """True if an order is of the weights on trial, from the same source, which will be the desired one.
+    def is_of(self, request: PrepareRequest) -> bool:
+        """True if a change is of the weights on trial, from the same source, which will be the desired one.
 
         From another source they are staged again: nobody has verified it, but later nodes would have to start with it.
         """
-        return (self.weights_id, self.order.source) == (order.weights.weights_id, order.source)
+        return (self.weights_id, self.request.source) == (request.weights.weights_id, request.source)
 
     def renew(self, share: float) -> Measured:
         """Continue with a share of the requests, and return the replicas' measures since the last call.
@@ -377,7 +384,8 @@ class _NodeTrial(_NodeChange):
         Raises StageClosed if the weights were committed or discarded.
         """
         if share != self._share:
-            terms = self.order.plan.judged._replace(share=share, promote_if="", abort_if="")  # the leader alone judges
+            # the leader alone judges
+            terms = self.request.plan.canary_plan._replace(share=share, promote_if="", abort_if="")
             self._word = begin_trial(self._control, self.weights, msgspec.msgpack.encode(terms))
             self._share = share
         self.lease.renew()
@@ -385,23 +393,23 @@ class _NodeTrial(_NodeChange):
 
     def measured(self) -> Measured:
         """Return the replicas' measures since the last call."""
-        return self._judgement.take()
+        return self._analysis.drain()
 
     def add(self, text: str) -> None:
         """Add a replica's measures. Those of an earlier trial are ignored."""
         measures = read_measures(text)
         if measures.trial == self._word:
-            self._judgement.add(measures.measured)
+            self._analysis.add(measures.measured)
 
     def ended(self) -> None:
         self._control.end_trial()
 
 
-class _NodePlace(DesiredPlace):
-    """A place that knows the time since its last read, even while a read hangs, as on a network file system."""
+class _NodeDesiredStore(DesiredStore):
+    """A desired store that knows the time since its last read, even while a read hangs, as on a network file system."""
 
-    def __init__(self, place: Source, clock: Callable[[], float]) -> None:
-        super().__init__(place)
+    def __init__(self, desired_store: Source, clock: Callable[[], float]) -> None:
+        super().__init__(desired_store)
         self._clock = clock
         self._read_at = clock()
 

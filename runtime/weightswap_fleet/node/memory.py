@@ -1,6 +1,6 @@
 """The memory that the replicas of a node share, and their slots.
 
-Each process that has it keeps it alive. So replicas go on without a keeper, and the next keeper finds the memory in
+Each process that has it keeps it alive. So replicas go on without an agent, and the next agent finds the memory in
 them, by its name in /proc.
 """
 
@@ -18,23 +18,23 @@ from typing import Self
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import PARTS, Segment, memfd
+from weightswap_runtime.shared.owner import PARTS, Segment, memfd
 
-_BOARD = "board"
+_REVISION_PAGE = "revision_page"
 _REVISIONS, _READ = (0, 8), 16  # their offsets, in words of 8 bytes
 
 
 class NodeMemory:
     """The file descriptors of a node's memory, until `close`. `from_process` takes those of `descriptors`."""
 
-    def __init__(self, segment: Segment, board: int) -> None:
-        self.segment, self._board = segment, board
-        self.board = Board(board)
+    def __init__(self, segment: Segment, revision_page: int) -> None:
+        self.segment, self._revision_page = segment, revision_page
+        self.revision_page = RevisionPage(revision_page)
 
     @classmethod
     def create(cls, weights: tuple[NamedTensor, ...], replicas: int, name: str) -> Self:
         """Create memory for two sets of weights and so many replicas. Raises OutOfMemory."""
-        return cls(Segment.create(weights, replicas, name), memfd(mmap.PAGESIZE, f"{name}.{_BOARD}"))
+        return cls(Segment.create(weights, replicas, name), memfd(mmap.PAGESIZE, f"{name}.{_REVISION_PAGE}"))
 
     @classmethod
     def adopt(cls, name: str) -> Self | None:
@@ -59,8 +59,8 @@ class NodeMemory:
             for descriptor in opened:
                 os.close(descriptor)
             raise
-        control, first, second, board = opened
-        return cls(Segment(control, (first, second)), board)
+        control, first, second, revision_page = opened
+        return cls(Segment(control, (first, second)), revision_page)
 
     @staticmethod
     def is_held_by(pid: int, name: str) -> bool:
@@ -72,16 +72,16 @@ class NodeMemory:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        return (*self.segment.descriptors, self._board)
+        return (*self.segment.descriptors, self._revision_page)
 
     def close(self) -> None:
         """Close the file descriptors."""
         self.segment.close()
-        os.close(self._board)
+        os.close(self._revision_page)
 
 
 def _descriptors(process: Path, name: str) -> tuple[int, ...] | None:
-    indexes = {f"/memfd:{name}.{part} (deleted)": index for index, part in enumerate((*PARTS, _BOARD))}
+    indexes = {f"/memfd:{name}.{part} (deleted)": index for index, part in enumerate((*PARTS, _REVISION_PAGE))}
     descriptors: dict[int, int] = {}
     for descriptor in (process / "fd").iterdir():
         with suppress(OSError):
@@ -90,15 +90,15 @@ def _descriptors(process: Path, name: str) -> tuple[int, ...] | None:
     return tuple(descriptors[index] for index in range(len(indexes))) if len(descriptors) == len(indexes) else None
 
 
-class Board:
-    """The place's revision of each arena. The keeper writes it before a commit, and replicas read it.
+class RevisionPage:
+    """The desired store's revision of each arena. The agent writes it before a commit, and replicas read it.
 
     Of two arenas, one is served, and only the other is written. So a revision by the parity of its generation stays
     right as long as its weights are served.
     """
 
     def __init__(self, descriptor: int = -1) -> None:
-        """descriptor: of shared memory; -1: this process alone has the board."""
+        """descriptor: of shared memory; -1: this process alone has the revision page."""
         self._words = memoryview(mmap.mmap(descriptor, 0 if descriptor >= 0 else mmap.PAGESIZE)).cast("Q")
 
     def revision(self, generation: int | None) -> int:
@@ -110,7 +110,7 @@ class Board:
 
     @property
     def read(self) -> int:
-        """The revision of the place when the keeper last read it."""
+        """The revision of the desired store when the agent last read it."""
         return int(self._words[_READ])
 
     @read.setter
@@ -133,7 +133,7 @@ class Slots:
             if pid and not (belongs(pid) and self._watch(slot, pid)):
                 control.empty_slot(slot)
 
-    def take(self, pid: int) -> int:
+    def assign(self, pid: int) -> int:
         """Give a process a slot. Raises Unsupported if all are taken."""
         self.sweep()
         with self._lock:
@@ -141,7 +141,7 @@ class Slots:
             if free is None:
                 raise Unsupported(f"at most {self._control.workers} replicas on one node can share weights")
             if not self._watch(free, pid):
-                raise Unsupported(f"no process {pid} here; a replica and its node's keeper must see each other")
+                raise Unsupported(f"no process {pid} here; a replica and its node's agent must see each other")
             return free
 
     def _watch(self, slot: int, pid: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from weightswap_fleet.documents import Spec
+from weightswap_fleet.documents import DeploymentSpec
 from weightswap_runtime.errors import StageClosed
 from weightswap_runtime.live.ranks import Ranks
 from weightswap_runtime.live.staged import Staged
@@ -33,8 +33,8 @@ R = TypeVar("R")
 class Others(Protocol):
     """The ranks after the first. Each does what it is told, one after another."""
 
-    def tell(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> None:
-        """Tell all to call a method, and do not wait."""
+    def send(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> None:
+        """OnStep all to call a method, and do not wait."""
         ...
 
     def ask(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> list[R]:
@@ -69,7 +69,7 @@ class LeadingRanks(Ranks):
 
     def agree(self, step: str, prepare: Callable[[], Mapping[str, str] | None], about: str = "") -> None:
         if step in self._steps:
-            self._others.tell(self._steps[step])
+            self._others.send(self._steps[step])
         super().agree(step, prepare, about)
 
     def call(
@@ -77,7 +77,7 @@ class LeadingRanks(Ranks):
     ) -> R:
         with self.turn(f"call of {name}"):
             flat = check()  # first: inputs that are refused are nobody else's concern
-            self._others.tell(Rank.call, name, weights_id(), flat)
+            self._others.send(Rank.call, name, weights_id(), flat)
             return super().call(name, lambda: flat, weights_id, run)
 
 
@@ -104,12 +104,12 @@ class _Alone(AbstractContextManager["_Alone"]):
             self._taken.release()
 
 
-def open_first(spec: Spec, address: str, others: Others) -> Model:
+def open_first(spec: DeploymentSpec, address: str, others: Others) -> Model:
     """Open the model without weights on the first rank, while the others start. Raises what `load` raises."""
     return _open(spec, address, 0, lambda group: LeadingRanks(group, others))
 
 
-def _open(spec: Spec, address: str, number: int, ranks: Callable[[ProcessGroup], Ranks]) -> Model:
+def _open(spec: DeploymentSpec, address: str, number: int, ranks: Callable[[ProcessGroup], Ranks]) -> Model:
     return load(
         spec.artifact,
         ranks=ranks(process_group(address, number, spec.ranks, timeout=_TOGETHER)),
@@ -130,7 +130,7 @@ class RankState(NamedTuple):
 class Rank:
     """A rank after the first. Its methods are called one after another, as the first tells."""
 
-    def __init__(self, spec: Spec, address: str, number: int) -> None:
+    def __init__(self, spec: DeploymentSpec, address: str, number: int) -> None:
         """address: of the group. Waits for the others. Raises what `load` raises."""
         self._model = _open(spec, address, number, lambda group: Ranks(group, timeout=_TIMEOUT, check_calls=False))
         self._staged: Staged | None = None

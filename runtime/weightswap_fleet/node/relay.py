@@ -24,7 +24,7 @@ from weightswap_runtime.sources.opening import GivenUrl, find_source
 from weightswap_runtime.sources.remote import RemoteObject, changed
 
 CHUNK = 32 << 20  # bytes: large enough that a message for each costs nothing beside it
-GIVEN, TAKEN = 8, 4  # chunks that a reader keeps for other nodes, and that a taker keeps for itself
+GIVEN, FETCHED = 8, 4  # chunks that a reader keeps for other nodes, and that a taker keeps for itself
 OBJECTS, IDLE = 4, 120.0  # the most files that a reader has open, and seconds after which an unused one is closed
 _POLL = 0.02  # seconds between two checks during a wait for a reader
 _FILES = (".safetensors", ".json")
@@ -132,7 +132,7 @@ class Relay:
         """Return the relay of the reader, which may be this node."""
         return self if reader == self.node else self._transfer.relay_of(reader)
 
-    def take(self, reader: str, url: str, tag: str, number: int) -> memoryview:
+    def fetch(self, reader: str, url: str, tag: str, number: int) -> memoryview:
         """Return a chunk that the reader reads."""
         return self._transfer.get(self.of(reader).chunk(url, tag, number))
 
@@ -169,12 +169,12 @@ class RelayedObject:
     def __init__(self, relay: Relay, reader: str, url: str, described: ObjectDescription, check: Check | None) -> None:
         self.where, self.unit, self.size = str(Url(url)), relay.unit, described.size
         self._relay, self._reader, self._url, self._tag, self._check = relay, reader, url, described.tag, check
-        self._chunks: _Chunks[memoryview] = _Chunks(lambda n: relay.take(reader, url, self._tag, n), TAKEN)
+        self._chunks: _Chunks[memoryview] = _Chunks(lambda n: relay.fetch(reader, url, self._tag, n), FETCHED)
         self._direct: ByteSource | None = None
         self._lock = Lock()
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
-        if direct := self._direct_unless(partial(self._take, buffers, offset)):
+        if direct := self._direct_unless(partial(self._fetch, buffers, offset)):
             direct.read_into(buffers, offset)
 
     def await_stable_mtime(self) -> None:
@@ -197,7 +197,7 @@ class RelayedObject:
         if self._direct is not None:
             self._direct.close()
 
-    def _take(self, buffers: list[memoryview], offset: int) -> None:
+    def _fetch(self, buffers: list[memoryview], offset: int) -> None:
         for buffer in buffers:
             flat, done = buffer.cast("B"), 0
             while done < len(flat):

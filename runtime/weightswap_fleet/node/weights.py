@@ -1,4 +1,5 @@
-"""The weights of a node: the model in the memory that its replicas share, and the board that says which revision it is.
+"""The weights of a node: the model in the memory that its replicas share, and the revision page that says which
+revision it is.
 
 They are staged here, from sources that another node may read; when they are committed, `changes` says.
 """
@@ -9,34 +10,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weightswap_fleet.documents import Spec
+from weightswap_fleet.documents import DeploymentSpec
 from weightswap_runtime.errors import text_of
 from weightswap_runtime.following.desired_state import DesiredWeights
-from weightswap_runtime.following.intake import refused_weights
+from weightswap_runtime.following.file_queue import refused_weights
 from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.model.model import Model
 from weightswap_server.signed_weights import requires
 
-from .memory import Board
+from .memory import RevisionPage
 from .relay import Relay
 
 _MOST_REFUSED = 20  # ids of refused weights that are remembered, with why
 
 
 class NodeWeights:
-    """The model of a node, and the board of its revisions. One commit at a time."""
+    """The model of a node, and the revision page of its revisions. One commit at a time."""
 
-    def __init__(self, spec: Spec, node: str, model: Model, board: Board, relay: Relay | None = None) -> None:
+    def __init__(
+        self, spec: DeploymentSpec, node: str, model: Model, revision_page: RevisionPage, relay: Relay | None = None
+    ) -> None:
         self.node = node
         self.model = model
-        self.board = board
+        self.revision_page = revision_page
         self._relay = relay
         self.refused: dict[str, str] = {}  # why weights were refused and not served since, by id, the latest last
         self.model.listen(self._note)
         self.deploy(spec)
 
-    def deploy(self, spec: Spec) -> None:
+    def deploy(self, spec: DeploymentSpec) -> None:
         """Verify later weights as a deployment says. The served ones stay."""
         keys = spec.require_signature
         self.model._store.admit = requires(*keys) if keys else None
@@ -89,15 +92,15 @@ class NodeWeights:
         A client could then go back: to a node that still serves the older weights, at the revision that it has seen.
         """
         generation = self.model.generation
-        self.board.set_revision(0 if generation is None else generation + 1, revision)
+        self.revision_page.set_revision(0 if generation is None else generation + 1, revision)
 
     def mark(self, revision: int) -> None:
         """Raise the revision of the served weights."""
         generation = self.model.generation
-        if generation is not None and self.board.revision(generation) < revision:
-            self.board.set_revision(generation, revision)
+        if generation is not None and self.revision_page.revision(generation) < revision:
+            self.revision_page.set_revision(generation, revision)
 
     @property
     def revision(self) -> int:
         """The served revision; 0 before the first."""
-        return self.board.revision(self.model.generation)
+        return self.revision_page.revision(self.model.generation)

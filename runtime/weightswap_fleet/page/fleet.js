@@ -78,7 +78,7 @@ function nodeRow(node, desired, after, longest, now) {
     node.node,
     html`<span class=${`badge ${tone}`}>${text}</span>`,
     node.weights_id && html`<${Id} id=${node.weights_id} />`,
-    node.keeper ? node.revision : "?",
+    node.agent ? node.revision : "?",
     html`<ul class="replicas" aria-label=${`Replicas of ${node.node}`}>
       ${node.replicas.map((pid) => html`<li key=${pid} class=${serves ? "good" : "mark"}>${pid}</li>`)}
     </ul>`,

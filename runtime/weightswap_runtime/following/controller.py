@@ -27,7 +27,7 @@ from weightswap_runtime.jobs import fork_safe
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.session import Member
 from weightswap_runtime.live.staged import Staged
-from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.staging.request import SwapRequest
 
@@ -101,7 +101,7 @@ class Controller:
     """
 
     def __init__(
-        self, store: Store, member: Member, options: SwapRequest = _DEFAULT, *, interval: float | None = None
+        self, store: WeightStore, member: Member, options: SwapRequest = _DEFAULT, *, interval: float | None = None
     ) -> None:
         """interval: seconds between two questions whether weights that are being staged are still wanted; None: the
         calling thread stages them itself."""

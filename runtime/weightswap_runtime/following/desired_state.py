@@ -47,7 +47,9 @@ class DesiredBase(_Part, frozen=True, kw_only=True):
 class DesiredWeights(_Part, frozen=True, kw_only=True):
     """One set of weights that is, was or may again be desired."""
 
-    source: _Text  # a path or URL of a full set, or of a delta; a relative one is below the place of the document
+    source: (
+        _Text  # a path or URL of a full set, or of a delta; a relative one is below the desired store of the document
+    )
     weights_id: _Id
     graph_id: str = ""  # of the graph that it was packed for; empty if unknown
     labels: dict[str, str] = {}
@@ -67,7 +69,7 @@ class Hold(_Part, frozen=True, kw_only=True):
 
 
 class DesiredState(_Part, frozen=True, kw_only=True):
-    """The content of a place."""
+    """The content of a desired store."""
 
     desired_version: int = FORMAT_VERSION
     revision: _Count = 0  # grows by one with each write; 0: nothing was written yet
@@ -174,7 +176,7 @@ def bases_of(
     if len(bases) > MOST_BASES:
         raise Unsupported(
             f"{source}: a delta after {len(bases)} files that a new process would read first, but at most {MOST_BASES} "
-            "can be; use a full weight file, or make one file of these first (weightswap desired PLACE --compact FILE)"
+            "can be; use a full weight file, or make one file of these first (weightswap desired STORE --compact FILE)"
         )
     return bases
 

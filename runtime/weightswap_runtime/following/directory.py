@@ -27,7 +27,7 @@ _PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
 _DIGITS = re.compile(r"([0-9]+)")
 _LISTED = (SUFFIX, INDEX_SUFFIX, SUFFIX + SIGNATURE_SUFFIX, INDEX_SUFFIX + SIGNATURE_SUFFIX)
 _MOST_HEADER = 16 << 20  # bytes; a swap, which knows the model, reads what is needed of larger ones
-UNKNOWN = None  # the fingerprint of a file of which only the name could be found out at this look
+UNKNOWN = None  # the fingerprint of a file of which only the name could be found out at this poll
 
 _Error = TypeVar("_Error", bound=BaseException)
 
@@ -189,7 +189,7 @@ def _local(path: Path) -> Entry | None:
     return Entry(path.name, path, fingerprint, status.st_mtime, status.st_ctime_ns)
 
 
-class HeaderPeek(NamedTuple):
+class FileHeader(NamedTuple):
     """What a file's header says."""
 
     weights_id: str | None = None
@@ -197,18 +197,18 @@ class HeaderPeek(NamedTuple):
     error: Exception | None = None  # why the header cannot be read
 
 
-def peek(path: str | Path, check: Callable[[], None]) -> HeaderPeek:
+def read_header(path: str | Path, check: Callable[[], None]) -> FileHeader:
     """Read a file's header. `check` is called during the wait for a response, and may raise StageCancelled."""
     try:
         with open_weights(path, check, _MOST_HEADER) as weights:
             if delta := delta_stamp(weights):
-                return HeaderPeek(delta.weights_id, delta.base)
-            return HeaderPeek(weights.stamp.weights_id if weights.stamp else None)
+                return FileHeader(delta.weights_id, delta.base)
+            return FileHeader(weights.stamp.weights_id if weights.stamp else None)
     except StageCancelled:
         raise
     except Exception as error:  # a swap will raise it again
         without_traceback(error)
-        return HeaderPeek(error=error)
+        return FileHeader(error=error)
 
 
 def without_traceback(error: _Error) -> _Error:

@@ -13,9 +13,9 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
 
 from .desired_state import DesiredState, DesiredWeights
+from .desired_store import DesiredStore
 from .directory import UNKNOWN, fingerprints, without_traceback
-from .intake import Target, delay, is_transient
-from .place import DesiredPlace
+from .file_queue import Target, delay, is_transient
 
 _Fingerprints = Mapping[str | Path, Hashable]  # by path
 
@@ -30,16 +30,16 @@ class FollowTarget(Target, Protocol):
 
 
 class Reconciler:
-    """The reconciliation of a model with a place. A loop calls `look()` repeatedly.
+    """The reconciliation of a model with a desired store. A loop calls `poll()` repeatedly.
 
-    Weights that cannot be served are retried when the place has a new revision, when a file that decides on them
-    changes, and, if the error is transient, after growing pauses. If nothing is served meanwhile, or weights that were
-    withdrawn, the reconciler serves the last good weights of the history.
+    Weights that cannot be served are retried when the desired store has a new revision, when a file that decides on
+    them changes, and, if the error is transient, after growing pauses. If nothing is served meanwhile, or weights that
+    were withdrawn, the reconciler serves the last good weights of the history.
     """
 
     def __init__(
         self,
-        place: DesiredPlace,
+        desired_store: DesiredStore,
         interval: float,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -49,15 +49,15 @@ class Reconciler:
         self.last_error: BaseException | None = None
         self.state: DesiredState | None = None  # the last one read
         self.reachable = True  # at the last read
-        self._place = place
+        self._desired_store = desired_store
         self._interval = interval
         self._clock = clock
         self._outages = 0
         self._refusal: _Refusal | None = None
-        self._tells_empty = is_only_source
+        self._reports_empty = is_only_source
 
-    def look(self, target: FollowTarget) -> float:
-        """Serve the desired weights. Return the seconds until the next look."""
+    def poll(self, target: FollowTarget) -> float:
+        """Serve the desired weights. Return the seconds until the next poll."""
         with suppress(StageCancelled):
             try:
                 state = self._read(target.check)
@@ -71,16 +71,16 @@ class Reconciler:
         return self._interval
 
     def forget_refusal(self) -> None:
-        """Retry refused weights at the next look, as the caller's conditions have changed."""
+        """Retry refused weights at the next poll, as the caller's conditions have changed."""
         self._refusal = None
 
     def _read(self, check: Callable[[], None]) -> DesiredState:
-        before, state = self.state, self._place.read(check)
+        before, state = self.state, self._desired_store.read(check)
         if before is not None and state.revision < before.revision:
             raise DesiredError(
-                f"{self._place.where}: is at revision {state.revision}, but was at {before.revision}: an older copy "
-                "replaced it, or it was removed. Restore the newer one, or set the weights again, and a hold, until it "
-                f"is past {before.revision}."
+                f"{self._desired_store.where}: is at revision {state.revision}, but was at {before.revision}: an older "
+                "copy replaced it, or it was removed. Restore the newer one, or set the weights again, and a hold, "
+                f"until it is past {before.revision}."
             )
         if before is None or state.revision != before.revision:
             self._refusal = self.last_error = None
@@ -91,9 +91,9 @@ class Reconciler:
         self._outages += 1
         self.reachable, self.last_error = False, without_traceback(error)
         if self._outages == 1:
-            target.notify("unreachable", self._place.where, error)
+            target.notify("unreachable", self._desired_store.where, error)
         # reading a local directory is cheap, so it needs no longer pauses
-        return self._interval if self._place.is_local else delay(self._interval, self._outages)
+        return self._interval if self._desired_store.is_local else delay(self._interval, self._outages)
 
     def _serve(self, state: DesiredState, target: FollowTarget) -> None:
         desired = state.weights
@@ -105,18 +105,20 @@ class Reconciler:
             self._try(desired, state, target)
 
     def _report_empty(self, state: DesiredState, target: FollowTarget) -> None:
-        if self._tells_empty:
-            self._tells_empty, where = False, self._place.where
+        if self._reports_empty:
+            self._reports_empty, where = False, self._desired_store.where
             advice = f"weightswap desired {where} --set FILE --revision {state.revision}"
             target.notify("waiting", where, NoWeights(f"{where}: desires no weights yet; set them, as by `{advice}`"))
 
     def _try(self, desired: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
-        path = self._place.locate(desired)
-        bases = [self._place.locate(base) for base in desired.bases or ()]
-        # before the reading: a change during it is then noticed at the next look
+        path = self._desired_store.locate(desired)
+        bases = [self._desired_store.locate(base) for base in desired.bases or ()]
+        # before the reading: a change during it is then noticed at the next poll
         files = fingerprints((path, *bases), target.check)
         try:
-            target.apply(path, self._place.located(desired), lambda: self._is_still_desired(desired, target.check))
+            target.apply(
+                path, self._desired_store.located(desired), lambda: self._is_still_desired(desired, target.check)
+            )
             self._refusal = self.last_error = None
         except StageCancelled:
             raise
@@ -129,7 +131,7 @@ class Reconciler:
     def _is_still_desired(self, weights: DesiredWeights, check: Callable[[], None]) -> bool:
         """Return whether these weights are still desired, which may change during a staging; True if unreachable."""
         try:
-            return self._place.read(check).weights_id == weights.weights_id
+            return self._desired_store.read(check).weights_id == weights.weights_id
         except StageCancelled:
             raise
         except WeightswapError:
@@ -146,7 +148,7 @@ class Reconciler:
     def _serve_last_good(self, state: DesiredState, target: FollowTarget) -> None:
         for weights in reversed(state.history):
             try:
-                target.apply(self._place.locate(weights), self._place.located(weights), lambda: True)
+                target.apply(self._desired_store.locate(weights), self._desired_store.located(weights), lambda: True)
             except StageCancelled:
                 raise
             except Exception:  # reported as an event

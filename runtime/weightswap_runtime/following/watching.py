@@ -1,4 +1,5 @@
-"""What `Model.watch` and `Model.follow` return: threads that keep a model at a directory's files, or at a place."""
+"""What `Model.watch` and `Model.follow` return: threads that keep a model at a directory's files, or at a desired
+store."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from weightswap_runtime.live.calls import Caller
 from weightswap_runtime.live.receipt import Event, Listener
 from weightswap_runtime.live.session import Member
 from weightswap_runtime.live.staged import Staged
-from weightswap_runtime.live.store import Store, fingerprint_of
+from weightswap_runtime.live.store import WeightStore, fingerprint_of
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import BaseFile, PathLike, SwapRequest
@@ -41,9 +42,9 @@ from weightswap_runtime.threads import Background
 
 from .controller import Change, Controller
 from .desired_state import DesiredBase, DesiredState, DesiredWeights, check_new, check_promotable
+from .desired_store import DesiredStore, Known
 from .directory import Entry, open_directory, order_of_names, without_traceback
-from .intake import Intake, NoticeKind, Start
-from .place import DesiredPlace, Known
+from .file_queue import FileQueue, NoticeKind, Start
 from .reconciler import Reconciler
 
 Policy = Literal["newest", "proven"]
@@ -60,7 +61,7 @@ class Watching(AbstractContextManager["Watching"]):
     def __init__(
         self,
         subject: Subject,
-        lookers: Sequence[Looker],
+        pollables: Sequence[Pollable],
         interval: float,
         callback: Listener | None,
         promotion: Promotion | None = None,
@@ -69,7 +70,7 @@ class Watching(AbstractContextManager["Watching"]):
         check_interval(interval)
         self.request = subject.request
         self._promotion = promotion
-        self._lookers = lookers
+        self._pollables = pollables
         self._interval = interval
         self._admission = fingerprint_of(subject.store.admit)
         self._callback = callback
@@ -87,20 +88,20 @@ class Watching(AbstractContextManager["Watching"]):
 
     @property
     def last_error(self) -> BaseException | None:
-        """The last error; None again once weights were taken, or the place could be read again."""
-        return next((looker.last_error for looker in self._lookers if looker.last_error is not None), None)
+        """The last error; None again once weights were taken, or the desired store could be read again."""
+        return next((pollable.last_error for pollable in self._pollables if pollable.last_error is not None), None)
 
     @property
-    def place(self) -> DesiredPlace | None:
-        """The place with the desired state that the model is kept at, if any."""
-        return self._promotion.place if self._promotion is not None else None
+    def desired_store(self) -> DesiredStore | None:
+        """The desired store with the desired state that the model is kept at, if any."""
+        return self._promotion.desired_store if self._promotion is not None else None
 
-    def look_soon(self) -> None:
-        """Look now instead of after the interval."""
+    def poll_now(self) -> None:
+        """Poll now instead of after the interval."""
         self._wakeups.put(None)
 
     def interrupt(self) -> None:
-        """Cancel a staging under way. The next look begins it again, if it is still wanted."""
+        """Cancel a staging under way. The next poll begins it again, if it is still wanted."""
         if (target := self._target) is not None:
             target.interrupt()
 
@@ -129,7 +130,7 @@ class Watching(AbstractContextManager["Watching"]):
         if (target := self._target) is not None:
             target.is_stopping = True
         self.interrupt()
-        self.look_soon()
+        self.poll_now()
 
     def _run(self) -> None:
         target = self._target
@@ -137,7 +138,7 @@ class Watching(AbstractContextManager["Watching"]):
         try:
             while not target.is_stopping:
                 self._notice_admission(target)
-                self._wait(min(self._look(looker, target) for looker in self._lookers))
+                self._wait(min(self._poll(pollable, target) for pollable in self._pollables))
         finally:
             self._unlisten()
             self._finalizer.detach()
@@ -147,23 +148,23 @@ class Watching(AbstractContextManager["Watching"]):
         """Try refused weights again if other ones are admitted now, such as by a new key."""
         before, self._admission = self._admission, fingerprint_of(target.store.admit)
         if self._admission != before:
-            for looker in self._lookers:
-                looker.forget_refusal()
+            for pollable in self._pollables:
+                pollable.forget_refusal()
 
     def _wait(self, seconds: float) -> None:
         with suppress(Empty):
             self._wakeups.get(timeout=min(seconds, threading.TIMEOUT_MAX))
 
-    def _look(self, looker: Looker, target: ModelTarget) -> float:
-        model = target.model()  # referred to only during a look, so that it can be dropped
+    def _poll(self, pollable: Pollable, target: ModelTarget) -> float:
+        model = target.model()  # referred to only during a poll, so that it can be dropped
         if model is None:
             self._end()
             return 0.0
         try:
-            return looker.look(target)
+            return pollable.poll(target)
         except BaseException as error:  # a listener may raise SystemExit, which would end this thread silently
             _log.exception("a poll failed")
-            looker.last_error = without_traceback(error)
+            pollable.last_error = without_traceback(error)
             return self._interval
 
     def _forward(self, event: Event) -> None:
@@ -196,19 +197,19 @@ class Watcher(Watching):
         self.directory = printable(directory)
         listing = open_directory(directory)
         known_names = promotion.known_names if promotion else None
-        self._intake = Intake(self.directory, listing, interval, start, known_names=known_names)
-        lookers: tuple[Looker, ...] = (self._intake,)
+        self._queue = FileQueue(self.directory, listing, interval, start, known_names=known_names)
+        pollables: tuple[Pollable, ...] = (self._queue,)
         if promotion is not None:  # desired weights come first: an operator or another watcher may have set them
-            lookers = (Reconciler(promotion.place, interval), self._intake)
-        super().__init__(subject, lookers, interval, callback, promotion)
+            pollables = (Reconciler(promotion.desired_store, interval), self._queue)
+        super().__init__(subject, pollables, interval, callback, promotion)
 
     @property
     def skipped(self) -> dict[str, BaseException]:
         """The errors of skipped files that are still in the directory, by name, in order.
 
-        A file whose weights were swapped in by hand is no longer listed after the next look.
+        A file whose weights were swapped in by hand is no longer listed after the next poll.
         """
-        return self._intake.skipped
+        return self._queue.skipped
 
     @property
     def waiting(self) -> dict[str, BaseException]:
@@ -217,7 +218,7 @@ class Watcher(Watching):
         Deltas wait for their base weights, truncated files for their writer: after a minute without a change, they are
         skipped.
         """
-        return self._intake.waiting
+        return self._queue.waiting
 
     def __repr__(self) -> str:
         return self._described(self.directory)
@@ -235,16 +236,16 @@ def _check_part(subject: Subject, promotion: Promotion | None) -> None:
 
 
 class FollowStatus(NamedTuple):
-    """The status of a process that follows a place."""
+    """The status of a process that follows a desired store."""
 
-    place: str
+    desired_store: str
     revision: int | None  # that of the last read; None before the first
     desired: str | None  # the desired weights id; None if there is none
     served: str | None  # the weights id that new calls use
     agrees: bool  # it serves exactly the desired weights
-    reachable: bool  # the place could be read
+    reachable: bool  # the desired store could be read
     on_hold: bool
-    error: str  # why it does not agree, or cannot read the place; else empty
+    error: str  # why it does not agree, or cannot read the desired store; else empty
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name, as plain values."""
@@ -252,19 +253,21 @@ class FollowStatus(NamedTuple):
 
 
 class Follower(Watching):
-    """A thread that follows a place, until `stop()`, or until the model is dropped. Made by `Model.follow()`.
+    """A thread that follows a desired store, until `stop()`, or until the model is dropped. Made by `Model.follow()`.
 
     Dropping the follower does not stop it. The end of the interpreter does; a forked child does not have the thread.
     """
 
-    def __init__(self, subject: Subject, place: DesiredPlace, interval: float, callback: Listener | None) -> None:
-        self._place = place
-        self._reconciler = Reconciler(place, interval, is_only_source=True)
+    def __init__(
+        self, subject: Subject, desired_store: DesiredStore, interval: float, callback: Listener | None
+    ) -> None:
+        self._desired_store = desired_store
+        self._reconciler = Reconciler(desired_store, interval, is_only_source=True)
         super().__init__(subject, (self._reconciler,), interval, callback)
 
     @property
-    def place(self) -> DesiredPlace:
-        return self._place
+    def desired_store(self) -> DesiredStore:
+        return self._desired_store
 
     @property
     def desired(self) -> DesiredState | None:
@@ -283,7 +286,7 @@ class Follower(Watching):
         current = target.store.gate.current if (target := self._target) is not None else None
         desired = state.weights_id if state else None
         return FollowStatus(
-            place=self.place.where,
+            desired_store=self.desired_store.where,
             revision=state.revision if state else None,
             desired=desired,
             served=current.weights_id if current else None,
@@ -309,40 +312,40 @@ class Follower(Watching):
         return status.agrees and (status.revision or 0) >= revision
 
     def __repr__(self) -> str:
-        return self._described(self.place.where)
+        return self._described(self.desired_store.where)
 
 
 class Subject(NamedTuple):
     """The model to swap weights into."""
 
     model: Caller
-    store: Store
+    store: WeightStore
     member: Member
     request: SwapRequest  # the options of every swap
 
 
-class Looker(Protocol):
-    """The work of each look."""
+class Pollable(Protocol):
+    """The work of each poll."""
 
     last_error: BaseException | None
 
-    def look(self, target: ModelTarget) -> float:
-        """Serve what can be served. Return the seconds until the next look."""
+    def poll(self, target: ModelTarget) -> float:
+        """Serve what can be served. Return the seconds until the next poll."""
         ...
 
     def forget_refusal(self) -> None:
-        """Try what was refused again at the next look."""
+        """Try what was refused again at the next poll."""
         ...
 
 
 def request_for(options: SwapRequest, path: str | Path, weights: DesiredWeights, by: str) -> SwapRequest:
-    """Return the request that stages weights of a place, with absolute sources, with a thread's options."""
+    """Return the request that stages weights of a desired store, with absolute sources, with a thread's options."""
     onto = tuple(BaseFile(base.source, base.weights_id) for base in weights.bases or ())
     return options._replace(source=path, expect=weights.weights_id, by=by, onto=onto)
 
 
 def check_interval(interval: Any) -> None:
-    """Raise Unsupported for an invalid time between two looks."""
+    """Raise Unsupported for an invalid time between two polls."""
     if not (is_number(interval) and interval > 0):
         raise Unsupported(f"interval={interval!r}: expected seconds, more than 0")
 
@@ -367,7 +370,7 @@ class ModelTarget(Controller):
 
     def _staged(self, request: SwapRequest) -> Staged:
         model = self.model()
-        assert model is not None  # during a look
+        assert model is not None  # during a poll
         return Staged(model._methods, self.store, self._member, request, Job(request.rate_limit))
 
     def swap(
@@ -408,7 +411,7 @@ class ModelTarget(Controller):
     def _needs(self, path: PathLike, weights_id: str) -> bool:
         """Return whether these weights are not served yet. Raises NotPromoted if they were rolled back.
 
-        With a promotion, the place knows what was rolled back.
+        With a promotion, the desired store knows what was rolled back.
         """
         if self._promotion is None:
             self.store.check_not_rolled_back(weights_id, self._first_generation, printable(path))
@@ -422,26 +425,26 @@ class ModelTarget(Controller):
 class Promotion(NamedTuple):
     """What a watcher does before it serves a file: it makes its weights the desired ones."""
 
-    place: DesiredPlace
+    desired_store: DesiredStore
     policy: Policy
     by: str  # the promoter
 
     def check(self, files: Iterable[BaseFile], check: Check) -> None:
         """Raise NotPromoted or DesiredError if a staging of files could not be promoted anyway."""
-        state = self.place.read(check)
+        state = self.desired_store.read(check)
         for path, weights_id in files:
             self._check(path, weights_id, state)
 
     def promote(self, path: str | Path, staged: Staged, known: Known) -> None:
-        """Make the staged weights the desired ones. Raises NotPromoted, and what `DesiredPlace.promote` raises."""
+        """Make the staged weights the desired ones. Raises NotPromoted, and what `DesiredStore.promote` raises."""
         if self.policy == "proven":
             check_proven(printable(path), staged.verified, list(staged.nonfinite))
         may = partial(self._check, path, staged.weights_id)
-        self.place.promote(path, known=known, by=self.by, why=self.policy, may=may)
+        self.desired_store.promote(path, known=known, by=self.by, why=self.policy, may=may)
 
     def known_names(self, entries: Iterable[Entry]) -> AbstractSet[str]:
-        """Return the names of those files of a directory that the place knows. Raises DesiredError."""
-        known = {str(self.place.locate(weights)) for weights in self.place.read().known}
+        """Return the names of those files of a directory that the desired store knows. Raises DesiredError."""
+        known = {str(self.desired_store.locate(weights)) for weights in self.desired_store.read().known}
         return {entry.name for entry in entries if str(entry.path) in known}
 
     def _check(self, path: PathLike, weights_id: str, state: DesiredState) -> None:
@@ -452,7 +455,7 @@ class Promotion(NamedTuple):
         check_new(state, weights_id, printable(path))
         folder, _, name = str(path).rpartition("/")
         for weights in state.known:
-            known_folder, _, known_name = str(self.place.locate(weights)).rpartition("/")
+            known_folder, _, known_name = str(self.desired_store.locate(weights)).rpartition("/")
             if known_folder == folder and order_of_names(known_name) > order_of_names(name):
                 raise NotPromoted(
                     f"{printable(path)}: not promoted, because {known_name} comes later and already was",

@@ -20,7 +20,7 @@ from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.sources.writing import is_file
 from weightswap_runtime.tensors import TensorBytes, describe, same_type
 
-from .manifest import CONSTANTS_NAME, MANIFEST_NAME, PARTS_NAME, AdapterInput, Manifest, NamedTensor, decode_manifest
+from .manifest import CONSTANTS_NAME, MANIFEST_NAME, PARTS_NAME, ConversionInput, Manifest, NamedTensor, decode_manifest
 from .safetensors import parse_file
 
 _MOST_MANIFEST = 64 << 20
@@ -131,7 +131,7 @@ class Artifact:
         stored = (*self.manifest.constants, *(row for row in state if not row.zero))
         return self.tensors(CONSTANTS_NAME, stored) | zeros(state)
 
-    def tensors(self, name: str, rows: Iterable[NamedTensor | AdapterInput]) -> dict[str, TensorBytes]:
+    def tensors(self, name: str, rows: Iterable[NamedTensor | ConversionInput]) -> dict[str, TensorBytes]:
         """Return the tensors of one of the artifact's safetensors files.
 
         Raises ArtifactError if the file is damaged or lacks one of `rows`.

@@ -30,8 +30,8 @@ RANKS_VERSION = 3  # of artifacts for several ranks, each of which has a part of
 MANIFEST_NAME = "manifest.json"
 CONSTANTS_NAME = "constants.safetensors"
 PARTS_NAME = "parts.json"
-ADAPTER_NAME = "adapter.pt2"
-ADAPTER_CONSTANTS_NAME = "adapter.safetensors"
+CONVERSION_NAME = "conversion.pt2"
+CONVERSION_CONSTANTS_NAME = "conversion.safetensors"
 METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 STEPS = ("prefill", "decode")  # the methods that generate text
 _BYTES_FOR_DIGEST = 20_000  # of tensors for each byte of their blocks' digests: 44 for 1 MiB
@@ -122,12 +122,12 @@ class WeightSource(_ManifestPart, frozen=True):
     weight: str
     keys: tuple[str, ...]
     # None: each of the keys holds the weight unchanged; there are several if tied tensors are saved under each name.
-    # A number: the weight is that output of `adapter.pt2`, computed from all of the keys.
+    # A number: the weight is that output of `conversion.pt2`, computed from all of the keys.
     transform: int | None = None
 
 
-class AdapterInput(_ManifestPart, frozen=True, array_like=True):
-    """Input of `adapter.pt2`: a tensor of the checkpoint, or a constant in `adapter.safetensors`."""
+class ConversionInput(_ManifestPart, frozen=True, array_like=True):
+    """Input of `conversion.pt2`: a tensor of the checkpoint, or a constant in `conversion.safetensors`."""
 
     kind: Literal["key", "constant"]
     name: str
@@ -135,13 +135,13 @@ class AdapterInput(_ManifestPart, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
-class Adapter(_ManifestPart, frozen=True):
+class Conversion(_ManifestPart, frozen=True):
     """Recorded way from checkpoint keys to weights."""
 
     sources: tuple[WeightSource, ...]
     ignored: tuple[str, ...] = ()  # keys that may be present, and are not read
     needed: tuple[str, ...] = ()  # those of them without which the loading code does something else
-    inputs: tuple[AdapterInput, ...] = ()  # of the graph that computes weights, in order; empty if there is none
+    inputs: tuple[ConversionInput, ...] = ()  # of the graph that computes weights, in order; empty if there is none
     untraceable: str = ""  # why the loading code could not be recorded; a server then accepts weight files only
 
 
@@ -171,7 +171,7 @@ class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
     weights: tuple[NamedTensor, ...]
     state: tuple[NamedTensor, ...]
     constants: tuple[NamedTensor, ...]
-    adapter: Adapter
+    conversion: Conversion
     files: dict[str, str]  # each other file of the artifact -> its BLAKE3 digest
     generation: TextGeneration | None = None
     # group -> its tensors, whose values a call chooses among the resident variants; zeros if it chooses none
@@ -193,8 +193,8 @@ class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
         """The most bytes of the header of a file for this graph: what weights and a delta of all of them need, with
         digests, and three times as much for other tensors of a checkpoint."""
         rows = (*self.weights, *self.state, *self.variable)
-        names = {name for row in rows for name in row.names} | {*self.adapter.ignored, *self.adapter.needed}
-        names |= {key for source in self.adapter.sources for key in source.keys}
+        names = {name for row in rows for name in row.names} | {*self.conversion.ignored, *self.conversion.needed}
+        names |= {key for source in self.conversion.sources for key in source.keys}
         needed = sum(1000 + 6 * len(name.encode()) for name in names)
         needed += self.total_bytes // _BYTES_FOR_DIGEST
         return min(MAX_HEADER, max(LEAST_HEADER, 4 * needed))
@@ -209,7 +209,7 @@ def graph_identity(manifest: Manifest) -> str:
     """Return the graph id: the BLAKE3 digest of everything that affects outputs, except the weights' values.
 
     It covers the methods, the tables of weights, state, constants and variants, and the bytes of graphs and constants.
-    It does not cover the adapter (how a checkpoint becomes weights) and the engines' files built from the graphs.
+    It does not cover the conversion (how a checkpoint becomes weights) and the engines' files built from the graphs.
     """
     names = sorted({method.graph for method in manifest.methods.values()} | {CONSTANTS_NAME})
     files = {name: manifest.files.get(name) for name in names}
@@ -265,7 +265,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield from _method_problems(name, method, known)
     if not manifest.methods:
         yield "it has no methods"
-    yield from _adapter_problems(manifest)
+    yield from _conversion_problems(manifest)
     if manifest.generation:
         yield from _generation_problems(manifest.generation, manifest.methods)
     if bool(manifest.variants) != (manifest.format_version == VARIANTS_VERSION):
@@ -432,11 +432,11 @@ def _cut_problem(row: NamedTensor, cut: Cut, size: int) -> str:
     return f"{row.shape[cut.dim]} is no multiple of {parts}" if row.shape[cut.dim] % parts else ""
 
 
-def _adapter_problems(manifest: Manifest) -> Iterator[str]:
-    adapter = manifest.adapter
-    if sorted(source.weight for source in adapter.sources) != sorted(w.name for w in manifest.weights):
-        yield "its adapter does not have one source for each weight"
-    copied = Counter(key for source in adapter.sources if source.transform is None for key in source.keys)
+def _conversion_problems(manifest: Manifest) -> Iterator[str]:
+    conversion = manifest.conversion
+    if sorted(source.weight for source in conversion.sources) != sorted(w.name for w in manifest.weights):
+        yield "its conversion does not have one source for each weight"
+    copied = Counter(key for source in conversion.sources if source.transform is None for key in source.keys)
     for key, count in copied.items():
         if count > 1:
             yield f"the checkpoint key {key!r} would become {count} weights"
@@ -444,19 +444,19 @@ def _adapter_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _transform_problems(manifest: Manifest) -> Iterator[str]:
-    adapter = manifest.adapter
-    computed = [source for source in adapter.sources if source.transform is not None]
+    conversion = manifest.conversion
+    computed = [source for source in conversion.sources if source.transform is not None]
     if sorted(source.transform or 0 for source in computed) != list(range(len(computed))):
-        yield "its adapter does not have one output for each weight that it computes"
-    names = Counter((item.kind, item.name) for item in adapter.inputs)
+        yield "its conversion does not have one output for each weight that it computes"
+    names = Counter((item.kind, item.name) for item in conversion.inputs)
     if twice := [name for (_, name), count in names.items() if count > 1]:
-        yield f"its adapter takes {twice[0]!r} twice"
+        yield f"its conversion takes {twice[0]!r} twice"
     for source in computed:
         if unknown := [key for key in source.keys if ("key", key) not in names]:
-            yield f"its adapter computes {source.weight!r} from {unknown[0]!r}, which is not among its inputs"
-    for item in adapter.inputs:
+            yield f"its conversion computes {source.weight!r} from {unknown[0]!r}, which is not among its inputs"
+    for item in conversion.inputs:
         if not is_valid(item):
-            yield f"its adapter takes {item.name!r} with the type {describe(item)}"
-    files = [ADAPTER_NAME] if computed else []
-    files += [ADAPTER_CONSTANTS_NAME] if any(item.kind == "constant" for item in adapter.inputs) else []
+            yield f"its conversion takes {item.name!r} with the type {describe(item)}"
+    files = [CONVERSION_NAME] if computed else []
+    files += [CONVERSION_CONSTANTS_NAME] if any(item.kind == "constant" for item in conversion.inputs) else []
     yield from (f"{name!r} is not among its files" for name in files if name not in manifest.files)

@@ -171,14 +171,14 @@ class _Step(NamedTuple):
     weights: FileSet
     stamp: DeltaStamp
 
-    def read(self, told: Callable[[int], None]) -> dict[str, ByteRanges]:
+    def read(self, report: Callable[[int], None]) -> dict[str, ByteRanges]:
         """Return what the delta changes, by FQN. Raises DigestMismatch and WeightFileError. told: called with sizes."""
         content, wrong = {}, []
         for name, tensor in self.weights.tensors.items():
             content[name] = _read(tensor, 0, tensor.nbytes)
             if digest_of([content[name]]) != self.stamp.digests[name]:
                 wrong.append(f"{name}: its bytes do not match the digest that the file records")
-            told(tensor.nbytes)
+            report(tensor.nbytes)
         if wrong:
             raise DigestMismatch(self.weights.where, wrong, _AGAIN)
         return parts_of(self.stamp, content, self.weights.where)
@@ -195,14 +195,14 @@ class _Chain(NamedTuple):
         total = sum(tensor.nbytes for step in self.steps for tensor in step.weights.tensors.values())
         done, layers = 0, Layers()
 
-        def told(size: int) -> None:
+        def report(size: int) -> None:
             nonlocal done
             done += size
             if progress:
                 progress(done, total)
 
         for step in self.steps:
-            layers.add(step.read(told))
+            layers.add(step.read(report))
         return dict(sorted(layers.merged().items()))
 
     def check_unchanged(self) -> None:

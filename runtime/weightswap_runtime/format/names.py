@@ -38,7 +38,7 @@ class Match(NamedTuple):
     """Names of the weights in a set of tensors, and the problems."""
 
     found: dict[str, tuple[str, ...]]  # weight that is copied -> names that hold it; all must hold the same bytes
-    computed: dict[str, dict[str, str]]  # weight that the adapter computes -> its inputs: checkpoint key -> name
+    computed: dict[str, dict[str, str]]  # weight that the conversion computes -> its inputs: checkpoint key -> name
     ignored: tuple[str, ...]
     problems: tuple[str, ...]
     advice: str  # what to do about the problems
@@ -136,25 +136,25 @@ def by_fqn(manifest: Manifest) -> Reading:
     """Return the reading in which names are runtime FQNs. State, variants and ignored keys may be present."""
     demands = tuple(Demand(weight, dict.fromkeys(weight.names, weight)) for weight in manifest.weights)
     others = {name for tensor in (*manifest.state, *manifest.variable) for name in tensor.names}
-    return Reading(demands, frozenset(others | set(manifest.adapter.ignored)))
+    return Reading(demands, frozenset(others | set(manifest.conversion.ignored)))
 
 
 def _by_assumed_fqn(manifest: Manifest) -> Reading:
     """Return the FQN reading for a file without a stamp; keys that the loading code needs must be present, too."""
-    return by_fqn(manifest)._replace(needed=manifest.adapter.needed)
+    return by_fqn(manifest)._replace(needed=manifest.conversion.needed)
 
 
 def by_key(manifest: Manifest) -> Reading:
-    """Return the reading in which names are the checkpoint's keys, as the adapter recorded them at export."""
+    """Return the reading in which names are the checkpoint's keys, as the conversion recorded them at export."""
     weights = {weight.name: weight for weight in manifest.weights}
-    inputs = {item.name: item for item in manifest.adapter.inputs if item.kind == "key"}
+    inputs = {item.name: item for item in manifest.conversion.inputs if item.kind == "key"}
     demands = []
-    for source in manifest.adapter.sources:
+    for source in manifest.conversion.sources:
         weight = weights[source.weight]
         computed = source.transform is not None
         keys: dict[str, Typed] = {key: inputs[key] if computed else weight for key in source.keys}
         demands.append(Demand(weight, keys, all=computed))
-    return Reading(tuple(demands), frozenset(manifest.adapter.ignored), manifest.adapter.needed)
+    return Reading(tuple(demands), frozenset(manifest.conversion.ignored), manifest.conversion.needed)
 
 
 Readings = tuple[Callable[[Manifest], Reading], ...]
@@ -183,10 +183,10 @@ def resolve(
 
     Raises WeightsMismatch with every problem of the reading with the fewest problems.
     """
-    if manifest.adapter.untraceable and by_key in readings:
+    if manifest.conversion.untraceable and by_key in readings:
         raise WeightsMismatch(
             where,
-            [f"how a checkpoint becomes the weights could not be recorded at export: {manifest.adapter.untraceable}"],
+            [f"how a checkpoint becomes weights could not be recorded at export: {manifest.conversion.untraceable}"],
             "Pack it on the build side, with the model (weightswap pack --recipe, pack(model=...)).",
         )
     wanted = [reading(manifest)._replace(part=whole is not None) for reading in readings]
@@ -277,7 +277,7 @@ def _missing(demand: Demand, tensors: Mapping[str, Typed]) -> dict[str, Typed]:
 
 def _problems(demand: Demand, tensors: Mapping[str, Typed], hints: Mapping[str, str]) -> Iterator[str]:
     if not demand.keys:
-        yield f"{demand.weight.name}: the adapter has no checkpoint key for it"
+        yield f"{demand.weight.name}: the conversion has no checkpoint key for it"
     absent = _missing(demand, tensors)
     if demand.all:
         yield from (f"{key}: missing, {describe(typed)}{hints.get(key, '')}" for key, typed in absent.items())
@@ -341,7 +341,7 @@ def _peft_advice(names: Collection[str], demanded: Collection[str]) -> str:
 def tied_names(manifest: Manifest) -> frozenset[str]:
     """Return the names and keys of which a file may have several for one tensor, whose values must then be equal."""
     names = (weight.names for weight in manifest.weights)
-    keys = (source.keys for source in manifest.adapter.sources if source.transform is None)
+    keys = (source.keys for source in manifest.conversion.sources if source.transform is None)
     return frozenset(name for several in chain(names, keys) if len(several) > 1 for name in several)
 
 
@@ -385,9 +385,9 @@ def part_of(manifest: Manifest, only: Sequence[str]) -> Manifest:
     chosen = select([name for weight in manifest.weights for name in weight.names], only, "the graph")
     weights = tuple(weight for weight in manifest.weights if not chosen.isdisjoint(weight.names))
     kept = {weight.name for weight in weights}
-    sources = tuple(source for source in manifest.adapter.sources if source.weight in kept)
-    adapter = msgspec.structs.replace(manifest.adapter, sources=sources)
-    return msgspec.structs.replace(manifest, weights=weights, adapter=adapter)
+    sources = tuple(source for source in manifest.conversion.sources if source.weight in kept)
+    conversion = msgspec.structs.replace(manifest.conversion, sources=sources)
+    return msgspec.structs.replace(manifest, weights=weights, conversion=conversion)
 
 
 def check_whole(manifest: Manifest, only: Sequence[str], composed: Iterable[str]) -> None:

@@ -50,7 +50,7 @@ ALIGNMENT = 256  # of the largest tensors in a file, and of all in an arena
 FOREIGN_HEAD = 512  # bytes that `foreign_kind` looks at
 
 _DATA_ALIGNMENT = 4096
-_LABEL_ROOM = 1024  # two sets of weights have the same layout unless labels are longer
+_LABEL_SPACE = 1024  # two sets of weights have the same layout unless labels are longer
 _LENGTH = struct.Struct("<Q")
 _UNKNOWN = "0" * 64  # stands for an id or a digest until the bytes are written
 _DIGEST_BYTES = 32
@@ -571,7 +571,7 @@ class StampedFile(PendingFile):
 
         blank: the stamp without digests; the gap's size is computed from it.
         """
-        self._room = self.file.write(self._header(replace(blank, digests=dict.fromkeys(self._ranges, _UNKNOWN))))
+        self._free = self.file.write(self._header(replace(blank, digests=dict.fromkeys(self._ranges, _UNKNOWN))))
         items = iter(data.items() if isinstance(data, Mapping) else data)
         for row, (name, pieces) in zip(self._order, items, strict=True):
             if row.name != name:
@@ -592,7 +592,7 @@ class StampedFile(PendingFile):
     def write_stamp(self, stamp: msgspec.Struct) -> None:
         """Write the header into the gap before the tensors, and flush all bytes to disk."""
         header = self._header(stamp)
-        if len(header) != self._room:
+        if len(header) != self._free:
             raise ValueError("the header changed size between two renderings")
         self.file.seek(0)
         self.file.write(header)
@@ -603,7 +603,7 @@ class StampedFile(PendingFile):
         # transformers and others refuse files without "format"
         metadata = {"format": "pt", self._key: msgspec.json.encode(stamp).decode()}
         text = json.dumps(msgspec.json.encode(self._labels).decode(), ensure_ascii=False)
-        return render_header(self._ranges, metadata, reserve=max(0, _LABEL_ROOM - len(text.encode())))
+        return render_header(self._ranges, metadata, reserve=max(0, _LABEL_SPACE - len(text.encode())))
 
 
 def encode_tensors(

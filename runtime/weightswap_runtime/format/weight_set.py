@@ -36,7 +36,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 TORCH_SUFFIXES = (".bin", ".bin.index.json", ".ckpt", ".distcp", ".pt", ".pth", ".pth.tar")
 _SINGLE_NAME = "model.safetensors"  # of transformers' save_pretrained
 _INDEX_NAME = "model" + INDEX_SUFFIX
-_OLD_ADAPTER_NAME = "adapter_model.bin"  # of PEFT's save_pretrained without safetensors
+_OLD_PEFT_NAME = "adapter_model.bin"  # of PEFT's save_pretrained without safetensors
 _MOST_OPEN = 32  # shards; a process needs its descriptors for connections, too
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
 # names and metadata that torch.distributed.checkpoint gives to the file of a rank (its _hf_utils.py)
@@ -224,20 +224,20 @@ def _parts_among(names: Sequence[str]) -> list[str]:
     return parts if not is_other and all(map(_PART.fullmatch, parts)) else []
 
 
-def adapter_alone(names: Collection[str]) -> str:
+def peft_alone(names: Collection[str]) -> str:
     """Return a message if a directory without safetensors files has a PEFT adapter; otherwise an empty string."""
-    if _OLD_ADAPTER_NAME not in names:
+    if _OLD_PEFT_NAME not in names:
         return ""
     return (
-        f"holds {_OLD_ADAPTER_NAME}, a PEFT adapter and not a model's weights. Merge it into the model first "
+        f"holds {_OLD_PEFT_NAME}, a PEFT adapter and not a model's weights. Merge it into the model first "
         "(model.merge_and_unload()), and save or pack that; for a variant of a model that was exported with its "
         "adapter, save it again as .safetensors (save_pretrained)"
     )
 
 
 def _no_candidate(names: Sequence[str]) -> str:
-    if adapter := adapter_alone(names):
-        return adapter
+    if conversion := peft_alone(names):
+        return conversion
     if pickled := [name for name in names if is_torch_name(name)]:
         return (
             f"holds {pickled[0]}, which is pickled or needs torch to be read, and no .safetensors file. Pack it on the "

@@ -127,9 +127,9 @@ class Caller:
         try:
             result = call()
         except BaseException as error:
-            self._methods.observers.tell(name, time.perf_counter() - start, error)
+            self._methods.observers.notify(name, time.perf_counter() - start, error)
             raise
-        self._methods.observers.tell(name, time.perf_counter() - start, None)
+        self._methods.observers.notify(name, time.perf_counter() - start, None)
         return result
 
     def _run_in_context(

@@ -186,7 +186,7 @@ class Ranks:
                 raise
 
     def _gather(self, vote: Vote) -> list[Vote]:
-        """Tell all ranks a vote, and return those of all. Raises RanksLost."""
+        """OnStep all ranks a vote, and return those of all. Raises RanksLost."""
         if self.lost is not None:
             raise RanksLost(str(self.lost))
         try:

@@ -97,8 +97,9 @@ class Event(Struct, frozen=True):
     skipped: a file is skipped until it changes; `error` says why.
     waiting: a delta waits until its base weights are served, or a file until its place is released from hold; `error`
       says which. Reported once until the file is tried; a commit or "skipped" ends it. Or a model without weights
-      follows a place that desires none yet.
-    unreachable: the directory or the place cannot be read; `error` says why. Reported once until it can be read again.
+      follows a desired store that wants none yet.
+    unreachable: the directory or the desired store cannot be read; `error` says why. Reported once until it can be read
+    again.
 
     Variants have the events "variant added", "variant replaced", "variant removed", "variant evicted" and "variant
     dropped", as in `VariantReceipt`, and "variant refused"; `error` says why.
@@ -163,4 +164,4 @@ class Events:
         if _log.isEnabledFor(level):
             # as text: a stored log record must not keep the error, whose frames refer to the staging
             _log.log(level, "%s", str(event))
-        self._listeners.tell(event)
+        self._listeners.notify(event)

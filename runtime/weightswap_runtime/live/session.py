@@ -44,7 +44,7 @@ class Member:
     _transforms: Transforms | None = None
 
     def open_transforms(self) -> Transforms:
-        """Return the adapter's graph, opened on first use. Raises ArtifactError, and MissingExtra without torch."""
+        """Return the conversion's graph, opened on first use. Raises ArtifactError, and MissingExtra without torch."""
         if self._transforms is None:
             from weightswap_runtime.staging.transforms import Transforms  # needs torch
 

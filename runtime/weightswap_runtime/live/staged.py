@@ -30,7 +30,7 @@ from .context import Context
 from .receipt import Event, EventKind, SwapReceipt
 from .residency import StagedWeights
 from .session import Member
-from .store import Store
+from .store import WeightStore
 from .variants import Choice
 
 
@@ -43,7 +43,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
 
     _serves = False
 
-    def __init__(self, methods: Methods, store: Store, member: Member, request: SwapRequest, job: Job) -> None:
+    def __init__(self, methods: Methods, store: WeightStore, member: Member, request: SwapRequest, job: Job) -> None:
         super().__init__(methods)
         self._work = _Work(store, member, request, job)
         self._gate = store.gate
@@ -292,7 +292,7 @@ class _Work:
     A thread that stages refers to this alone: the end of the last reference to the `Staged` is noticed, and cancels it.
     """
 
-    def __init__(self, store: Store, member: Member, request: SwapRequest, job: Job) -> None:
+    def __init__(self, store: WeightStore, member: Member, request: SwapRequest, job: Job) -> None:
         self.store = store
         self.job = job
         self.ticket = Claim()

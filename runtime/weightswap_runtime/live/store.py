@@ -1,7 +1,7 @@
 """The weights that models serve from: stagings beside them, commits, rollbacks, and the history of these.
 
-A `Store` has the memory of a set of weights, the sessions in it and the gate that calls pass. Several models may share
-one store; each artifact on it is a member.
+A `WeightStore` has the memory of a set of weights, the sessions in it and the gate that calls pass. Several models may
+share one store; each artifact on it is a member.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ HISTORY = 100  # receipts that are kept
 Verified = Literal["goldens", "finite", "none"]
 
 
-class Store:
+class WeightStore:
     """The arenas, their sessions and their gate. Several models may share one store."""
 
     def __init__(
@@ -599,7 +599,7 @@ def fingerprint_of(admit: Admit | None) -> Hashable:
     return value
 
 
-def open_variants(manifest: Manifest, engine: Engine, store: Store, most: int) -> Variants | None:
+def open_variants(manifest: Manifest, engine: Engine, store: WeightStore, most: int) -> Variants | None:
     """Return a model's variants, none of them resident yet; None for an artifact that declares none."""
     if not manifest.variants:
         return None

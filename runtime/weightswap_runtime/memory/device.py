@@ -294,9 +294,9 @@ class Region:
         """Return a context whose current stream is that of `writing`."""
         return self.device.on(self._stream)
 
-    def _take(self) -> AbstractContextManager[LockedBuffer]:
+    def _acquire(self) -> AbstractContextManager[LockedBuffer]:
         ring = self._ring.urgent if self._stream is self.device.commits else self._ring
-        return ring.take(self._stream)
+        return ring.acquire(self._stream)
 
     @property
     def _stream(self) -> Stream:
@@ -322,7 +322,7 @@ class Region:
             for slot, data in zip(slots, large, strict=True):
                 self.write(slot.offset, data)
             return
-        with self._take() as buffer:
+        with self._acquire() as buffer:
             yield [buffer.view[begin : begin + slot.nbytes] for begin, slot in zip(begins, slots, strict=True)]
             with self.stream():
                 for offset, begin, nbytes in runs:
@@ -339,7 +339,7 @@ class Region:
         """Copy bytes from an offset, through the ring; the host waits for them."""
         for start in range(0, len(target), BUFFER_BYTES):
             part = target[start : start + BUFFER_BYTES]
-            with self._take() as buffer:
+            with self._acquire() as buffer:
                 self.download(offset + start, buffer, 0, len(part))
                 copy_bytes(part, buffer.view[: len(part)])
 
@@ -363,7 +363,7 @@ class Region:
         found = self.beside(rows.end)
         with found.writing():
             found.write(rows.numbers, as_bytes(numbers))
-            found.keep_rows(self, [rows])
+            found.gather_rows(self, [rows])
         return found.fetch(0, rows.numbers), True
 
     def download(self, offset: int, target: LockedBuffer, at: int, nbytes: int) -> None:
@@ -373,21 +373,21 @@ class Region:
             self.device.copy(target, at, self.buffer, offset, nbytes)
             self.device.finish(self.device.mark(self._stream))
 
-    def take_from(self, source: Region, runs: Iterable[Copy]) -> None:
+    def copy_from(self, source: Region, runs: Iterable[Copy]) -> None:
         """Copy runs of bytes. The host does not wait."""
         with self.stream():
             source.use()
             for offset, begin, nbytes in runs:
                 self.device.copy(self.buffer, offset, source.buffer, begin, nbytes)
 
-    def take_rows(self, source: Region, rows: Iterable[Rows]) -> None:
+    def scatter_rows(self, source: Region, rows: Iterable[Rows]) -> None:
         """Write rows to their places. The host does not wait."""
         with self.stream():
             source.use()
             for each in rows:
                 self.device.scatter(self.buffer, source.buffer, each)
 
-    def keep_rows(self, source: Region, rows: Iterable[Rows]) -> None:
+    def gather_rows(self, source: Region, rows: Iterable[Rows]) -> None:
         """Fill rows, whose numbers are here, from their places in another region. The host does not wait."""
         with self.stream():
             source.use()
@@ -424,7 +424,7 @@ class DeviceArena(Region):
     def copy_part(self, other: Arena, begin: int, end: int) -> None:
         """Copy bytes `begin` to `end` of an arena of the same layout. The host waits only for pageable memory."""
         if isinstance(other, DeviceArena):
-            self.take_from(other, [Copy(begin, begin, end - begin)])
+            self.copy_from(other, [Copy(begin, begin, end - begin)])
         else:
             self.write(begin, other.fetch(begin, end - begin))
 
@@ -546,7 +546,7 @@ class Ring:
             self.urgent.allocate()
 
     @contextmanager
-    def take(self, stream: Stream) -> Iterator[LockedBuffer]:
+    def acquire(self, stream: Stream) -> Iterator[LockedBuffer]:
         """Yield a buffer. The block's copies in `stream` are done before the buffer is used again.
 
         Raises MemoryError if there is no buffer yet and no memory can be page-locked.
@@ -554,7 +554,7 @@ class Ring:
         claim = Claim()
         is_free = False
         try:
-            turn = self._take(claim)
+            turn = self._acquire(claim)
             if turn.copied is not None:
                 self._device.finish(turn.copied)  # without the lock: others may find their buffer done
             is_free = True
@@ -563,7 +563,7 @@ class Ring:
             # also where the device reports an error, or nobody could ever take a buffer again
             self._give_back(claim, self._device.mark(stream) if is_free else None)
 
-    def _take(self, claim: Claim) -> _Turn:
+    def _acquire(self, claim: Claim) -> _Turn:
         with self._changed:
             if not self._turns:
                 self.allocate()

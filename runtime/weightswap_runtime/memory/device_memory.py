@@ -169,11 +169,11 @@ class DevicePatch(Patch):
                 for start, stop in job.steps(0, run.nbytes)
             )
         if isinstance(arena, DeviceArena):
-            arena.take_from(self._region, runs)
+            arena.copy_from(self._region, runs)
             for rows in self._rows:
                 if job is not None:  # the rate is kept on average: one operation writes all of them
                     deque(job.steps(0, rows.width * rows.total), maxlen=0)
-                arena.take_rows(self._region, [rows])
+                arena.scatter_rows(self._region, [rows])
             return
         for offset, begin, nbytes in runs:
             arena.write(offset, self._region.fetch(begin, nbytes))
@@ -187,9 +187,9 @@ class DevicePatch(Patch):
         assert isinstance(arena, DeviceArena)
         region = arena.beside(self._region.buffer.nbytes)
         with region.writing():
-            region.take_from(self._region, [Copy(rows.numbers, rows.numbers, 8 * rows.total) for rows in self._rows])
-            region.take_from(arena, [Copy(begin, offset, nbytes) for offset, begin, nbytes in self._runs])
-            region.keep_rows(arena, self._rows)
+            region.copy_from(self._region, [Copy(rows.numbers, rows.numbers, 8 * rows.total) for rows in self._rows])
+            region.copy_from(arena, [Copy(begin, offset, nbytes) for offset, begin, nbytes in self._runs])
+            region.gather_rows(arena, self._rows)
         return DevicePatch(region, self.nbytes, self._runs, self._rows)
 
     def saved(self, arena: Arena) -> HostPatch:

@@ -272,7 +272,7 @@ class Accelerator:
         stream.wait_event(mark)
 
     def lend(self, buffer: Any, stream: Any) -> None:
-        """Tell torch's allocator that a stream uses memory."""
+        """OnStep torch's allocator that a stream uses memory."""
         buffer.tensor.record_stream(stream)
 
 

@@ -158,7 +158,7 @@ def generate(
     logits = call("prefill", *rows.prompt())
     made_with = cache_id()
     yield (chosen := rows.choose(logits))
-    for _ in range(rows.room):
+    for _ in range(rows.free):
         if rows.ended:
             return
         logits = call("decode", *rows.step(chosen))
@@ -184,8 +184,8 @@ class _Rows:
         self._last = np.full_like(self._mask[:, :1], generation.pad)  # the tokens of the last step, and their positions
         self._positions = np.zeros_like(self._last)
         self._position = np.zeros((), np.int64)
-        room = generation.length - self._width  # the last token is never read
-        self.room = room if request.most is None else min(room, request.most - 1)
+        free = generation.length - self._width  # the last token is never read
+        self.free = free if request.most is None else min(free, request.most - 1)
 
     @property
     def ended(self) -> bool:

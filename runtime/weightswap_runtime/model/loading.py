@@ -17,7 +17,7 @@ from weightswap_runtime.format.names import Keys
 from weightswap_runtime.live.ranks import Ranks
 from weightswap_runtime.live.receipt import Listener
 from weightswap_runtime.live.residency import ResidencyName
-from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.live.variants import MOST
 from weightswap_runtime.memory.device_memory import HOST, StagingMode, device_name, open_memory
 from weightswap_runtime.staging.request import Admit
@@ -110,7 +110,7 @@ def load(
         if share is None:
             memory, split = open_memory(model_device, staging), opened.manifest.ranks
             rows = opened.manifest.weights
-            store = Store(rows, residency, keep_previous, memory, None, max_hash_trees, ranks, split)
+            store = WeightStore(rows, residency, keep_previous, memory, None, max_hash_trees, ranks, split)
         else:
             store = share._store
         store.admit = admit or store.admit

@@ -1,4 +1,4 @@
-"""Models whose weights are replaced: by swaps, by rollbacks, and by what a directory or a place says."""
+"""Models whose weights are replaced: by swaps, by rollbacks, and by what a directory or a desired store says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import ModelClosed, StaleState, UnexpectedWeights, check_timeout
-from weightswap_runtime.following.intake import Start
-from weightswap_runtime.following.place import DesiredPlace
+from weightswap_runtime.following.desired_store import DesiredStore
+from weightswap_runtime.following.file_queue import Start
 from weightswap_runtime.following.watching import (
     Follower,
     Policy,
@@ -26,7 +26,7 @@ from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.ranks import Ranks
 from weightswap_runtime.live.receipt import Event, Listener, SwapReceipt
 from weightswap_runtime.live.staged import Staged
-from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.live.variants import MOST, VariantReceipt
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import (
@@ -62,7 +62,7 @@ class Model(ServedModel):
     """
 
     def __init__(
-        self, artifact: Artifact, store: Store, *, device: str, engine: Engine, max_variants: int = MOST
+        self, artifact: Artifact, store: WeightStore, *, device: str, engine: Engine, max_variants: int = MOST
     ) -> None:
         super().__init__(artifact, store, device=device, engine=engine, max_variants=max_variants)
         self._composed = tuple(artifact.kinds)  # now: swaps go on if the artifact is deleted
@@ -109,10 +109,10 @@ class Model(ServedModel):
 
         weights: a .safetensors file, a .safetensors.index.json with its shards, a Hugging Face directory, or a delta
           file, whose base weights must be served; a local path, or an fsspec URL of the same (s3://, gs://, https://,
-          ...; extra `remote`). Names are runtime FQNs or the checkpoint's keys; weights that the adapter computes need
-          torch. Or tensors of this process, of torch on any device or of numpy, which are copied (docs/memory.md): a
-          mapping by such names; an `nn.Module`, of which parameters and persistent buffers are taken; or an iterator of
-          names with tensors, each of which is copied before the next one is asked for. Nobody may write to them
+          ...; extra `remote`). Names are runtime FQNs or the checkpoint's keys; weights that the conversion computes
+          need torch. Or tensors of this process, of torch on any device or of numpy, which are copied (docs/memory.md):
+          a mapping by such names; an `nn.Module`, of which parameters and persistent buffers are taken; or an iterator
+          of names with tensors, each of which is copied before the next one is asked for. Nobody may write to them
           meanwhile, such as a step of their optimizer: torch's counters of writes show most of these, and with
           `background` all tensors are compared once more at the end, which shows all but a step that stands still.
         labels: short texts for receipts, such as the step, of weights from memory; a file has its own.
@@ -149,7 +149,7 @@ class Model(ServedModel):
 
         Raises WeightFileError, SourceChanged, WeightsMismatch, GraphMismatch, DigestMismatch, BaseMismatch,
         UnexpectedWeights, NonFiniteWeights, GoldenMismatch, OutOfMemory, StagingBusy, WaitTimeout, Unsupported, and
-        ArtifactError or MissingExtra if the adapter's graph cannot be opened; with `background`, `Staged.wait()` and
+        ArtifactError or MissingExtra if the conversion's graph cannot be opened; with `background`, `Staged.wait()` and
         `Staged.commit()` raise the errors that occur after the start.
         """
         request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed, onto)
@@ -267,7 +267,7 @@ class Model(ServedModel):
         for one step, the one modified later comes later. A file that comes before one that was taken is skipped. A web
         server (http://, https://) lists no files, and cannot be watched.
 
-        interval: seconds between two looks at the directory.
+        interval: seconds between two polls of the directory.
         start: "newest" begins with the last file that can be taken; "all" with the first; "new" takes only files that
           do not exist yet. If a local directory is created later, all its files are new.
         callback: called in the watcher's thread with the events of the watcher, which all listeners (`listen`) receive,
@@ -275,16 +275,17 @@ class Model(ServedModel):
         only: as in `swap`; weights must be served already.
         allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where the served ones
           have none. Other files with such weights are skipped.
-        promote: a place (see `follow`) in which each file is promoted before it is served here. Weights that the place
-          says are desired are served here, too, as by `follow`. While it is on hold, no file is taken; weights that it
-          has withdrawn never are. A restarted watcher goes on after the last file that the place knows.
+        promote: a desired store (see `follow`) in which each file is promoted before it is served here. Weights that
+          the desired store says are desired are served here, too, as by `follow`. While it is on hold, no file is
+          taken; weights that it has withdrawn never are. A restarted watcher goes on after the last file that the
+          desired store knows.
         policy: the condition for a promotion: "newest" promotes every file that can be taken; "proven" only files
           whose recorded outputs were reproduced. Others are skipped (NotPromoted).
         options: those of `stage`, but for `expect` and `busy`: the watcher waits for another staging of the model.
 
-        Files that are renamed into place are taken at the next look. A file that is shorter than its header says is
+        Files that are renamed into place are taken at the next poll. A file that is shorter than its header says is
         waited for until a minute after its last change; a file without digests is taken when it was the same at two
-        looks. A delta is taken while its base weights are served, and waits for them until a later file is taken.
+        polls. A delta is taken while its base weights are served, and waits for them until a later file is taken.
 
         Weights that are served already are not swapped in again. Weights that were rolled back since the watcher began
         are skipped, in whichever file they come, until they are swapped in by hand; 100 commits later that is
@@ -301,40 +302,41 @@ class Model(ServedModel):
         self._refuse_on_ranks("watch()")
         request = self._request_of_thread(options, {"by": "watch", "only": only})
         check_promotion_policy(policy)
-        promotion = None if promote is None else Promotion(DesiredPlace(promote), policy, request.by)
+        promotion = None if promote is None else Promotion(DesiredStore(promote), policy, request.by)
         subject = Subject(self, self._store, self._member, request)
         return self._register(Watcher(subject, directory, interval, start, callback, promotion))
 
     def follow(
         self,
-        place: PathLike | DesiredPlace,
+        desired_store: PathLike | DesiredStore,
         interval: float = 5.0,
         *,
         callback: Listener | None = None,
         **options: Unpack[WatchOptions],
     ) -> Follower:
-        """Serve the weights that a place says are desired, from now on, in a thread of its own; docs/desired.md.
+        """Serve the weights that a desired store says are desired, from now on, in a thread of its own;
+        docs/desired.md.
 
-        All processes that follow one place serve the same weights one look and one staging after it was written. The
-        next look reverts swaps and rollbacks made by hand. `Follower.wait()` waits for the first weights, and
-        `Follower.status` says which weights are desired and which are served.
+        All processes that follow one desired store serve the same weights one poll and one staging after it was
+        written. The next poll reverts swaps and rollbacks made by hand. `Follower.wait()` waits for the first weights,
+        and `Follower.status` says which weights are desired and which are served.
 
-        place: a directory, or the URL of a folder, with a `desired.json` that `DesiredPlace`, `weightswap desired`,
-          `watch(promote=...)` or `publish(promote=...)` writes. The document may appear later.
+        desired store: a directory, or the URL of a folder, with a `desired.json` that `DesiredStore`, `weightswap
+          desired`, `watch(promote=...)` or `publish(promote=...)` writes. The document may appear later.
         by: the requester for receipts, if the document does not name one.
         options: those of `watch`.
 
-        Weights that are refused change nothing: they are skipped until the place or the file changes, and retried, as
-        by `watch`, where that may help. A model that serves nothing yet takes the last entry of the history that it
-        can. If the place cannot be read ("unreachable"), is damaged, or is older than at the last read, the served
-        weights stay.
+        Weights that are refused change nothing: they are skipped until the desired store or the file changes, and
+        retried, as by `watch`, where that may help. A model that serves nothing yet takes the last entry of the history
+        that it can. If the desired store cannot be read ("unreachable"), is damaged, or is older than at the last read,
+        the served weights stay.
 
         Raises Unsupported and MissingExtra here; the thread raises nothing.
         """
         self._check_open()
         self._refuse_on_ranks("follow()")
         request = self._request_of_thread(options, {"by": "follow"})
-        opened = place if isinstance(place, DesiredPlace) else DesiredPlace(place)
+        opened = desired_store if isinstance(desired_store, DesiredStore) else DesiredStore(desired_store)
         subject = Subject(self, self._store, self._member, request)
         return self._register(Follower(subject, opened, interval, callback))
 
@@ -356,8 +358,8 @@ class Model(ServedModel):
         verify, allow_nonfinite, by, rate_limit: as in `stage`. timeout: seconds to wait for another staging, for calls
         and pins, and for a sender that has stopped in the middle of a message.
 
-        Weights that are refused change nothing; the sender gets the reason. While the model follows a place, all are
-        refused: the place says what is served, and these weights are in no file that it could name.
+        Weights that are refused change nothing; the sender gets the reason. While the model follows a desired store,
+        all are refused: the desired store says what is served, and these weights are in no file that it could name.
 
         Raises Unsupported; the threads raise nothing.
         """
@@ -468,10 +470,12 @@ class _Receiving:
         model = self._model()
         if model is None:
             raise ModelClosed
-        if place := next((watching.place for watching in model.watching if watching.place is not None), None):
+        if desired_store := next(
+            (watching.desired_store for watching in model.watching if watching.desired_store is not None), None
+        ):
             raise UnexpectedWeights(
-                f"{given}: this model follows {place.where}, which says what is served; publish the weights there, or "
-                "receive them in a model that follows nothing"
+                f"{given}: this model follows {desired_store.where}, which says what is served; publish the weights "
+                "there, or receive them in a model that follows nothing"
             )
         request = self._request._replace(source=given, expect=weights_id)
         with model.turn(job.check):

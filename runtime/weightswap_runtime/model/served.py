@@ -20,7 +20,7 @@ from weightswap_runtime.live.gate import Gate, Pin, Version
 from weightswap_runtime.live.ranks import Ranks
 from weightswap_runtime.live.receipt import Listener, SwapReceipt
 from weightswap_runtime.live.session import Session, memory_errors
-from weightswap_runtime.live.store import Store, open_variants
+from weightswap_runtime.live.store import WeightStore, open_variants
 from weightswap_runtime.live.variants import MOST, Choice, VariantNames, VariantReceipt, Variants
 from weightswap_runtime.staging.request import (
     PathLike,
@@ -47,7 +47,7 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
     """
 
     def __init__(
-        self, artifact: Artifact, store: Store, *, device: str, engine: Engine, max_variants: int = MOST
+        self, artifact: Artifact, store: WeightStore, *, device: str, engine: Engine, max_variants: int = MOST
     ) -> None:
         self.artifact = artifact
         self.device = device

@@ -1,1 +1,1 @@
-"""Weights in shared memory, one copy for all processes of a machine: a keeper changes it, workers map it."""
+"""Weights in shared memory, one copy for all processes of a machine: an owner changes it, workers map it."""

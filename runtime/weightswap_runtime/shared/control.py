@@ -1,9 +1,9 @@
-"""The control page, by which a keeper and its workers agree on which of two shared arenas may be read or written.
+"""The control page, by which an owner and its workers agree on which of two shared arenas may be read or written.
 
-The keeper writes a word, the served generation, and waits until no worker holds the idle arena before it overwrites
+The owner writes a word, the served generation, and waits until no worker holds the idle arena before it overwrites
 that. A worker marks the served arena as held, and then reads the word again (`WorkerGate`). One of the two must see the
 other's write. That takes a fence between the write and the read on both sides, but a call has no time for one: so the
-keeper alone fences, with membarrier(2), which makes a fence of whatever each worker is doing just then.
+owner alone fences, with membarrier(2), which makes a fence of whatever each worker is doing just then.
 
 Layout: a page of words; a slot of words for each worker; then four cells: the descriptions of the weights in the two
 arenas, by the parity of their generation, and two histories, of which the later one counts.
@@ -101,7 +101,7 @@ class Control:
         """Make the earlier stores of all processes visible to all."""
         _fence(registered=not any(self._slot_word(slot, _UNFENCED) for slot in range(self.workers)))
 
-    def take_slot(self, slot: int, pid: int) -> None:
+    def fill_slot(self, slot: int, pid: int) -> None:
         """Take a slot for a worker."""
         self.empty_slot(slot)
         self._words[self._at(slot, _UNFENCED)] = not _has_fences()
@@ -198,7 +198,7 @@ class Summary(msgspec.Struct, frozen=True):
     generation: int
     weights_id: str
     labels: Mapping[str, str]
-    terms: bytes = b""  # those of `keeper.begin_trial`
+    terms: bytes = b""  # those of `owner.begin_trial`
 
     @property
     def identity(self) -> Identity:
@@ -206,7 +206,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Description(Summary, frozen=True):
-    """A full description of the weights in an arena, as the next keeper needs it."""
+    """A full description of the weights in an arena, as the next owner needs it."""
 
     digests: Mapping[str, tuple[bytes, ...]] = {}
     nonfinite: Mapping[str, Counts] = {}

@@ -1,4 +1,4 @@
-"""The worker: a process with a model that answers from shared arenas, whose weights the keeper changes."""
+"""The worker: a process with a model that answers from shared arenas, whose weights the owner changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightswap_runtime.live.context import Context
 from weightswap_runtime.live.gate import Gate, Version
 from weightswap_runtime.live.receipt import Event, EventKind, SwapReceipt
 from weightswap_runtime.live.session import Session
-from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.live.variants import Choice
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
 from weightswap_runtime.memory.device_memory import HOST
@@ -28,14 +28,14 @@ from weightswap_runtime.model.served import ServedModel
 from weightswap_runtime.threads import Background
 
 from .control import Control, Summary, read_description, read_history, read_trial
-from .keeper import OPTIONS, Segment, map_read_only
+from .owner import OPTIONS, Segment, map_read_only
 
-_OF_THE_KEEPER = {"stage", "swap", "aswap", "astage", "rollback", "watch", "follow", "add_variant", "remove_variant"}
-_RECEIPT_TIMEOUT = 1.0  # seconds to wait for a commit's receipt: a keeper may be killed before it writes it
+_OF_THE_OWNER = {"stage", "swap", "aswap", "astage", "rollback", "watch", "follow", "add_variant", "remove_variant"}
+_RECEIPT_TIMEOUT = 1.0  # seconds to wait for a commit's receipt: an owner may be killed before it writes it
 
 
 def join(artifact: str | os.PathLike[str] | Artifact, segment: Segment, slot: int) -> WorkerModel:
-    """Return a model that serves what the keeper of a segment commits: calls that begin after a commit use its weights.
+    """Return a model that serves what the owner of a segment commits: calls that begin after a commit use its weights.
 
     slot: the slot of this worker, different for each living one. The process that started the worker must empty the
     slot when the worker has died (`Control.empty_slot`), or a commit would wait for its calls for ever.
@@ -44,10 +44,10 @@ def join(artifact: str | os.PathLike[str] | Artifact, segment: Segment, slot: in
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     control = Control(segment.control)
-    control.take_slot(slot, os.getpid())
+    control.fill_slot(slot, os.getpid())
     engine = open_engine("torch", opened, HOST, OPTIONS)
     gate = WorkerGate(control, slot)
-    store = Store(opened.manifest.weights, "double", None, MappedMemory(segment), gate)
+    store = WeightStore(opened.manifest.weights, "double", None, MappedMemory(segment), gate)
     gate.attach(store._residency.sessions)
     store.history.extend(read_history(control))
     model = WorkerModel(opened, store, device=HOST, engine=engine)
@@ -56,7 +56,7 @@ def join(artifact: str | os.PathLike[str] | Artifact, segment: Segment, slot: in
 
 
 class WorkerModel(ServedModel):
-    """A model whose weights the keeper changes."""
+    """A model whose weights the owner changes."""
 
     def begin(self, gate: WorkerGate, control: Control) -> None:
         """Emit events of commits from now on, but not of those before."""
@@ -74,10 +74,11 @@ class WorkerModel(ServedModel):
         super().close()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name in _OF_THE_KEEPER:
+        if name in _OF_THE_OWNER:
             raise Unsupported(
-                f"{name}: this process is one of several that serve the same memory, which only their keeper changes. "
-                "Publish to the directory that it watches, or set the desired state at the place that it follows."
+                f"{name}: this process is one of several that serve the same memory, which only their owner changes. "
+                "Publish to the directory that it watches, or set the desired state at the desired store that it "
+                "follows."
             )
         return super().__getattr__(name)
 
@@ -104,7 +105,7 @@ class Trial(Caller):
 
 
 class WorkerGate(Gate[Session]):
-    """A gate whose current version is that of the control page, and whose leases the keeper waits for."""
+    """A gate whose current version is that of the control page, and whose leases the owner waits for."""
 
     def __init__(self, control: Control, slot: int) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ class WorkerGate(Gate[Session]):
     def _enter(self) -> int:
         """Hold the served arena, update the current version, and return the arena's parity.
 
-        Between the read of the word and the mark, the keeper may have seen no mark and begun to overwrite the arena. It
+        Between the read of the word and the mark, the owner may have seen no mark and begun to overwrite the arena. It
         writes the word before it looks at marks, so a word that is still the same after the mark says that it has not.
         """
         while True:
@@ -188,7 +189,7 @@ class WorkerGate(Gate[Session]):
     def _set_current(self, generation: int) -> None:
         summary = read_description(self._control, generation, Summary)
         if summary is None:
-            raise ModelFailed(f"generation {generation} is served, but the keeper has not said which weights that is")
+            raise ModelFailed(f"generation {generation} is served, but the owner has not said which weights that is")
         self._current = Version(self._sessions[generation % 2], generation, summary.identity)
         self._word = generation + 1
 
@@ -208,9 +209,9 @@ class MappedMemory(HostMemory):
 
 
 class _CommitEvents:
-    """A thread that emits events of the keeper's commits, and releases arenas whose leases were dropped."""
+    """A thread that emits events of the owner's commits, and releases arenas whose leases were dropped."""
 
-    def __init__(self, gate: WorkerGate, control: Control, store: Store, graph_id: str) -> None:
+    def __init__(self, gate: WorkerGate, control: Control, store: WeightStore, graph_id: str) -> None:
         self._gate, self._control, self._store, self._graph_id = gate, control, store, graph_id
         self._last_generation = gate.current.generation if gate.current else -1
         self._stopped = threading.Event()
@@ -242,7 +243,7 @@ class _CommitEvents:
         self._store.events.emit(event(operation=operation, labels=version.labels))
 
     def _receipt(self, generation: int) -> SwapReceipt | None:
-        """Return the receipt of a generation, if the keeper writes it in time, and update the history."""
+        """Return the receipt of a generation, if the owner writes it in time, and update the history."""
         deadline = time.monotonic() + _RECEIPT_TIMEOUT
         while not self._stopped.is_set():
             receipts = read_history(self._control)

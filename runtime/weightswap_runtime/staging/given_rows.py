@@ -40,7 +40,7 @@ def stage_rows(
     """Lay what has changed over the served weights of an arena, which is not written to; return that, too.
 
     Raises WeightsMismatch, SourceChanged, UnexpectedWeights, NonFiniteWeights, MemoryError, StageCancelled, and what
-    opening the adapter's graph raises.
+    opening the conversion's graph raises.
     """
     start = time.perf_counter()
     planned = plan(weights, staging.manifest, staging.request)
@@ -64,7 +64,7 @@ def check_tables(planned: Plan, staging: Staging) -> None:
 def _read_changes(weights: GivenRows, planned: Plan, served: Identity, staging: Staging) -> Contents:
     """Copy the rows that have changed, and all of what else differs from the served weights.
 
-    Raises WeightsMismatch with every problem, SourceChanged, StageCancelled, and what opening the adapter's graph
+    Raises WeightsMismatch with every problem, SourceChanged, StageCancelled, and what opening the conversion's graph
     raises.
     """
     start = time.perf_counter()

@@ -407,7 +407,7 @@ def compute_weights(
 
     `computed` maps each weight to its inputs: checkpoint key -> name in the files. Beside the arena, one weight and its
     inputs are held. Raises WeightFileError, WeightsMismatch, OutOfMemory, StageCancelled, and what opening the
-    adapter's graph raises; the arena's content is then undefined.
+    conversion's graph raises; the arena's content is then undefined.
     """
     transforms = staging.open_transforms()
     from weightswap_runtime.torch_tensors import as_tensor, tensor_bytes  # needs torch
@@ -436,7 +436,7 @@ def compute_weights(
             raise OutOfMemory(f"{weights.where}: no memory to compute a weight ({error})") from error
         raise WeightsMismatch(
             weights.where,
-            [f"the adapter cannot compute its weights: {type(error).__name__}: {error}"],
+            [f"the conversion cannot compute its weights: {type(error).__name__}: {error}"],
             "Load the checkpoint into the model on the build side and pack the model.",
         ) from error
     weights.check_unchanged()
@@ -517,7 +517,7 @@ def read_weights(
         if problems := digest_problems(weights.stamp, {piece.key: piece.digests for piece in pieces}):
             raise DigestMismatch(weights.where, problems, DAMAGED)
         stored = weights.tensors
-        return {name: convert(room.memory, stored[name].dtype, stored[name].shape) for name, room in memory.items()}
+        return {name: convert(free.memory, stored[name].dtype, stored[name].shape) for name, free in memory.items()}
 
 
 def check_content(path: str | os.PathLike[str]) -> dict[str, Counts]:

@@ -34,7 +34,7 @@ from .request import (
     digest_problems,
 )
 from .shares import bytes_to_read, read_shares
-from .stream import Arrivals, take_in_order
+from .stream import Arrivals, read_in_order
 
 _NOTHING = Match({}, {}, (), (), "")
 
@@ -101,8 +101,8 @@ def stage_full(planned: Plan, arena: Arena, staging: Staging) -> tuple[Identity,
     """Read a full set into an arena, and verify its digests, ties, weights id, and non-finite values.
 
     Raises WeightFileError, MemoryError, DigestMismatch, WeightsMismatch, StageCancelled, UnexpectedWeights,
-    NonFiniteWeights, and ArtifactError or MissingExtra if the adapter's graph cannot be opened; the arena's content is
-    then undefined.
+    NonFiniteWeights, and ArtifactError or MissingExtra if the conversion's graph cannot be opened; the arena's content
+    is then undefined.
     """
     start = time.perf_counter()
     planned, findings, read_at = fill(planned, arena, staging)
@@ -147,13 +147,13 @@ def fill(planned: Plan, arena: Arena, staging: Staging) -> tuple[Plan, Findings,
     if isinstance(weights, Stream):
         job.begin("reading", planned.manifest.total_bytes)
         arrivals = Arrivals(weights, arena, planned.manifest, staging)
-        arrivals.take_all()
+        arrivals.read_all()
         planned = plan(weights, staging.manifest, staging.request, arena.layout.shares)
         by_key = arrivals.settle(planned.match.found)
     else:
         job.begin("reading", planned.nbytes)
         if weights.comes_once:
-            by_key = take_in_order(weights, planned.match, arena, staging.workers, job)
+            by_key = read_in_order(weights, planned.match, arena, staging.workers, job)
         else:
             shared = {name: keys[0] for name, keys in planned.match.found.items() if name in arena.layout.shares}
             by_key = read_shares(weights, shared, arena, staging.workers, job)

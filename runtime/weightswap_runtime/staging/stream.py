@@ -43,7 +43,7 @@ class Arrivals:
         self._kept: dict[str, Scratch] = {}
         self.findings = Findings({}, {})
 
-    def take_all(self) -> None:
+    def read_all(self) -> None:
         """Take what comes.
 
         Raises WeightsMismatch at the first tensor that cannot be of these weights, SourceChanged for one that was
@@ -153,7 +153,7 @@ def _bare(name: str, known: Collection[str]) -> str | None:
     return None
 
 
-def take_in_order(weights: WeightSet, match: Match, arena: Arena, workers: WorkerThreads, job: Job) -> Findings:
+def read_in_order(weights: WeightSet, match: Match, arena: Arena, workers: WorkerThreads, job: Job) -> Findings:
     """Read what is used of a file that comes once, and return what was found in it, by name.
 
     What belongs into the arena as it is goes there. Kept beside it, and read from there, are further names of tied

@@ -1,4 +1,4 @@
-"""Value transforms: the adapter's graph computes weights from a checkpoint's tensors, one weight at a time."""
+"""Value transforms: the conversion's graph computes weights from a checkpoint's tensors, one weight at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightswap_runtime.engines.graph_archive import Graph, Node, argument_names
 from weightswap_runtime.engines.operators import ForeignFunction, find_operator
 from weightswap_runtime.errors import ArtifactError
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.manifest import ADAPTER_CONSTANTS_NAME, ADAPTER_NAME, NamedTensor
+from weightswap_runtime.format.manifest import CONVERSION_CONSTANTS_NAME, CONVERSION_NAME, NamedTensor
 from weightswap_runtime.tensors import describe
 from weightswap_runtime.torch_tensors import DTYPE_NAMES, copied_tensor, default_torch_modes
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Transform(NamedTuple):
-    """One weight as a function of inputs of the adapter's graph.
+    """One weight as a function of inputs of the conversion's graph.
 
     `inputs` are the positions of these inputs; `needs` continues with those of the graph's nodes that compute it.
     """
@@ -38,19 +38,21 @@ class Transform(NamedTuple):
 
 
 class Transforms:
-    """Graph of an artifact's adapter. Only functional operators are accepted, so inputs are never changed."""
+    """Graph of an artifact's conversion. Only functional operators are accepted, so inputs are never changed."""
 
     def __init__(self, artifact: Artifact) -> None:
         """Open the graph. Raises ArtifactError."""
-        self._where = str(artifact.path / ADAPTER_NAME)
-        adapter = artifact.manifest.adapter
+        self._where = str(artifact.path / CONVERSION_NAME)
+        conversion = artifact.manifest.conversion
         rows = {weight.name: weight for weight in artifact.manifest.weights}
-        computed = [source for source in adapter.sources if source.transform is not None]
-        raw = artifact.read(ADAPTER_NAME)
+        computed = [source for source in conversion.sources if source.transform is not None]
+        raw = artifact.read(CONVERSION_NAME)
         graph = read_graph(raw, self._where)
-        if len(graph.inputs) != len(adapter.inputs) or len(graph.outputs) != len(computed):
-            raise ArtifactError(f"{self._where}: its inputs and outputs are not those of the adapter in the manifest")
-        self._inputs = adapter.inputs
+        if len(graph.inputs) != len(conversion.inputs) or len(graph.outputs) != len(computed):
+            raise ArtifactError(
+                f"{self._where}: its inputs and outputs are not those of the conversion in the manifest"
+            )
+        self._inputs = conversion.inputs
         parts = checked(raw, self._where, lambda: _parts(graph))
         self._transforms = {
             source.weight: Transform(rows[source.weight], *parts[source.transform or 0]) for source in computed
@@ -98,7 +100,7 @@ def _parts(graph: Graph) -> list[tuple[Callable[..., Any], tuple[int, ...], tupl
     for node in graph.nodes:
         operator = find_operator(node.target)
         if operator.mutable or operator.higher_order:
-            raise ForeignFunction(f"a call of {node.target!r:.80} in an adapter")
+            raise ForeignFunction(f"a call of {node.target!r:.80} in a conversion")
     made = {name: position for position, item in enumerate(graph.inputs) for name in argument_names(item)}
     count = len(graph.inputs)
     made |= {
@@ -136,8 +138,8 @@ def _needed(positions: Sequence[int], uses: Mapping[int, set[int]]) -> tuple[int
 
 
 def _constants(artifact: Artifact) -> Mapping[str, torch.Tensor]:
-    rows = [item for item in artifact.manifest.adapter.inputs if item.kind == "constant"]
+    rows = [item for item in artifact.manifest.conversion.inputs if item.kind == "constant"]
     if not rows:
         return {}
-    tensors = artifact.tensors(ADAPTER_CONSTANTS_NAME, rows)
+    tensors = artifact.tensors(CONVERSION_CONSTANTS_NAME, rows)
     return {row.name: copied_tensor(tensors[row.name]) for row in rows}

@@ -61,8 +61,9 @@ class Vote(msgspec.Struct, frozen=True):
 
 
 def vote(members: Members) -> Refusal | None:
-    """Tell the others that this rank goes on. Return the refusal of the first that does not. Raises TransferFailed."""
-    return next((each.refusal for each in members.tell(Vote()) if each.refusal is not None), None)
+    """OnStep the others that this rank goes on. Return the refusal of the first that does not. Raises
+    TransferFailed."""
+    return next((each.refusal for each in members.gather_documents(Vote()) if each.refusal is not None), None)
 
 
 class GroupLink:
@@ -88,7 +89,7 @@ class GroupLink:
                 for bucket in buckets:
                     self._send(bucket)
                 refusal = vote(self._members)
-            outcomes = self._members.tell(Outcome())[1:] if refusal is None else []
+            outcomes = self._members.gather_documents(Outcome())[1:] if refusal is None else []
         except BaseException as error:
             self._members.fail(error)  # for the others it is at another step now
             raise
@@ -98,12 +99,12 @@ class GroupLink:
         return msgspec.convert(outcomes[0].receipt, SwapReceipt)
 
     def idle(self) -> None:
-        """Tell the others that there is nothing to send."""
+        """OnStep the others that there is nothing to send."""
         self._turn(Turn())
 
     def _turn(self, turn: Turn) -> None:
         members = self._members
-        if any(each.leaves for each in members.tell(turn)):
+        if any(each.leaves for each in members.gather_documents(turn)):
             members.failure = TransferFailed(f"{members.where}: a receiver was stopped; make a new group")
             raise members.failure
 
@@ -119,7 +120,7 @@ class GroupLink:
     def close(self) -> None:
         if self._members.failure is None:
             with suppress(TransferFailed):
-                self._members.tell(Turn(leaves=True))
+                self._members.gather_documents(Turn(leaves=True))
         self._members.close()
 
 
@@ -180,13 +181,13 @@ class GroupReceiver(AbstractContextManager["GroupReceiver"]):
     def _run(self) -> None:
         try:
             while True:
-                turns = self._members.tell(Turn(leaves=self._is_stopping))
+                turns = self._members.gather_documents(Turn(leaves=self._is_stopping))
                 if any(turn.leaves for turn in turns):
                     if any(turn.leaves for turn in turns[1:]) and not self._is_stopping:
                         raise TransferFailed(f"{self.at}: another receiver was stopped; make a new group")
                     return
                 if turns[0].size:
-                    self._take(turns[0])
+                    self._receive(turns[0])
         except TransferFailed as error:
             self.last_error = error.with_traceback(None)
             _log.warning("%s", error)
@@ -196,7 +197,7 @@ class GroupReceiver(AbstractContextManager["GroupReceiver"]):
         finally:
             self._members.close()
 
-    def _take(self, turn: Turn) -> None:
+    def _receive(self, turn: Turn) -> None:
         """Serve what is offered, if all can. Raises TransferFailed if the group has failed."""
         arrival, self._job = _Arrival(self._members, turn), Job(self._rate_limit)
         try:
@@ -213,7 +214,7 @@ class GroupReceiver(AbstractContextManager["GroupReceiver"]):
             arrival.refuse(error)
         else:
             self.last_error = None
-            self._members.tell(Outcome(receipt.as_dict()))
+            self._members.gather_documents(Outcome(receipt.as_dict()))
 
 
 class _Arrival:
@@ -230,7 +231,7 @@ class _Arrival:
         """Return the next bytes, while those after them are on their way."""
         check()
         if self._next == "header":
-            return self._take_header()
+            return self._receive_header()
         if self._next == "vote":
             self._vote("buckets")
         self._begin()
@@ -241,7 +242,7 @@ class _Arrival:
         self._begin()
         return bucket.cpu().numpy().data
 
-    def _take_header(self) -> memoryview:
+    def _receive_header(self) -> memoryview:
         header = self._members.empty(self._turn.header)
         self._members.wait(self._members.broadcast(header))
         self._left -= self._turn.header
@@ -271,18 +272,18 @@ class _Arrival:
             raise refusal.as_error()
 
     def refuse(self, error: Exception) -> None:
-        """Tell the others why this rank does not serve the weights, when they ask. Raises TransferFailed."""
+        """OnStep the others why this rank does not serve the weights, when they ask. Raises TransferFailed."""
         members, refusal = self._members, Refusal.of(error)
         if members.failure is not None:
             raise members.failure
         if self._next == "header":
-            self._take_header()
+            self._receive_header()
         while self._next == "buckets" and (self._left or self._coming):
             self._begin()
             assert self._coming is not None
             members.wait(self._coming[1], members.check)
             self._coming = None
         if self._next == "outcome":
-            members.tell(Outcome(refusal=refusal))
+            members.gather_documents(Outcome(refusal=refusal))
         elif self._next != "nothing":
-            members.tell(Vote(refusal))
+            members.gather_documents(Vote(refusal))

@@ -16,7 +16,7 @@ from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.safetensors import canonical_order, new_weight_file
 from weightswap_runtime.jobs import Claim, Job
 from weightswap_runtime.live.receipt import Event
-from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, allocate
 from weightswap_runtime.staging.reading import read_rows
 from weightswap_runtime.threads import Background
@@ -32,7 +32,7 @@ class KeptFiles(AbstractContextManager["KeptFiles"]):
     Of commits that follow each other faster than files are written, the latest is kept. `stop()` ends it.
     """
 
-    def __init__(self, store: Store, graph_id: str, directory: str | os.PathLike[str], last: int) -> None:
+    def __init__(self, store: WeightStore, graph_id: str, directory: str | os.PathLike[str], last: int) -> None:
         """Begin with what is served now. Raises Unsupported, and WeightFileError if the directory cannot be made."""
         if type(last) is not int or last < 1:
             raise Unsupported(f"last={last!r}: expected a number of files, 1 or more")

@@ -181,7 +181,7 @@ class Channel:
         self._received += data
         return bool(data)
 
-    def take_descriptor(self) -> int:
+    def receive_descriptor(self) -> int:
         """Return the descriptor that came last; the caller closes it. Raises TransferFailed if none came."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:

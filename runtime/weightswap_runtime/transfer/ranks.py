@@ -173,9 +173,9 @@ def send_together(
     try:
         mine, content = held(weights, labels)
     except Exception as error:
-        members.tell(Held(refusal=Refusal.of(error)))
+        members.gather_documents(Held(refusal=Refusal.of(error)))
         raise
-    joined = Joined(members.tell(mine))
+    joined = Joined(members.gather_documents(mine))
     if members.rank:
         return _give(members, joined, content)
     gathering = Gathering(members, joined, content)
@@ -197,9 +197,9 @@ def _give(members: Members, joined: Joined, content: Mapping[str, memoryview]) -
         if part.rank == members.rank:
             rows = content[part.name][part.begin : part.end]
             hasher.update(rows)
-            members.give(rows)
-    members.tell(Digest(hasher.hexdigest()))
-    outcome = members.tell(Outcome())[0]
+            members.send(rows)
+    members.gather_documents(Digest(hasher.hexdigest()))
+    outcome = members.gather_documents(Outcome())[0]
     if outcome.refusal is not None:
         raise outcome.refusal.as_error()
     return msgspec.convert(outcome.receipt, SwapReceipt)
@@ -224,14 +224,14 @@ class Gathering:
             header, self._header = self._header, None
             return header
         self._vote(None)
-        return self._take()
+        return self._receive_part()
 
     def _vote(self, refusal: Refusal | None) -> None:
         if not self._has_voted:
             self._has_voted = True
-            self._members.tell(Vote(refusal))
+            self._members.gather_documents(Vote(refusal))
 
-    def _take(self) -> memoryview:
+    def _receive_part(self) -> memoryview:
         """Return the next part, while the one after it may be on its way."""
         self._begin()
         part = self._parts.popleft()
@@ -257,18 +257,18 @@ class Gathering:
                 self._buffers.append(self._members.empty(BUCKET))
             self._buffers.reverse()
             buffer = self._buffers[0][: part.end - part.begin]
-            self._coming = part, buffer, self._members.take(buffer, part.rank)
+            self._coming = part, buffer, self._members.receive(buffer, part.rank)
 
     def _check_digests(self) -> None:
         self._has_digests = True
-        told = self._members.tell(Digest(""))
+        told = self._members.gather_documents(Digest(""))
         for rank, hasher in self._hashers.items():
             if told[rank].digest != hasher.hexdigest():
                 text = f"what rank {rank} of the trainer has sent is not what has come"
                 raise DigestMismatch(MEMORY, [text], "Send it again.")
 
     def end(self, outcome: Outcome) -> None:
-        """Tell the other ranks what became of the weights. Raises TransferFailed."""
+        """OnStep the other ranks what became of the weights. Raises TransferFailed."""
         if self._members.failure is not None:
             return
         if not self._has_voted:
@@ -277,7 +277,7 @@ class Gathering:
                 return
         with suppress(DigestMismatch):  # then it was not served
             while self._parts:
-                self._take()
+                self._receive_part()
             if not self._has_digests:
                 self._check_digests()
-        self._members.tell(outcome)
+        self._members.gather_documents(outcome)

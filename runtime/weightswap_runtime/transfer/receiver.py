@@ -190,7 +190,7 @@ class Receiver(AbstractContextManager["Receiver"]):
         try:
             if self._is_stopping:
                 job.cancel()
-            descriptor = channel.take_descriptor()
+            descriptor = channel.receive_descriptor()
             try:
                 receipt = self._target.swap(self._given(descriptor), offer.weights_id, job)
             finally:

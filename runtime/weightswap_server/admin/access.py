@@ -138,7 +138,7 @@ class TokenGuard:
         return self._tokens.name_of(match[1]) if match else None
 
 
-class Allowed:
+class AllowList:
     """Allowed directories, with everything in them, and URL prefixes."""
 
     def __init__(self, entries: Sequence[str], upload_dir: Path | None = None) -> None:
@@ -158,9 +158,9 @@ class Allowed:
             self._check_inside(Path(os.path.realpath(beside)), source)
         return str(path)
 
-    def folder(self, place: str) -> str:
+    def folder(self, desired_store: str) -> str:
         """Return the path or URL of a directory to watch or follow. Raises Forbidden."""
-        return self._url(place) if "://" in place else str(self._path(place))
+        return self._url(desired_store) if "://" in desired_store else str(self._path(desired_store))
 
     def _uploaded(self, name: str) -> str:
         if self._upload_dir is None:

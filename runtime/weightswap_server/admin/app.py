@@ -108,7 +108,7 @@ CHANGES: dict[str, tuple[type[Any], Work]] = {
 }
 """Changes of a model, as POST /admin/models/NAME/CHANGE: the request document, and the method that does it."""
 
-TAKEN: dict[str, Callable[[ModelOperations, StageRequest, str, GivenWeights], SwapReceipt | None]] = {
+RECEIVED: dict[str, Callable[[ModelOperations, StageRequest, str, GivenWeights], SwapReceipt | None]] = {
     "stage": ModelOperations.stage,
     "swap": ModelOperations.swap,
 }
@@ -158,14 +158,14 @@ class AdminEndpoints:
                 Endpoint(
                     "PUT",
                     f"{model}/{change}",
-                    partial(self._take, change),
+                    partial(self._receive, change),
                     f"Change a model: {change} the weights in the body, as they arrive.",
                     Changed,
                     {"type": "string"},
                     body_media=_BINARY,
                     query="options",
                 )
-                for change in TAKEN
+                for change in RECEIVED
             ),
             post(f"{triton}/index", self._triton_index, "The models.", list[IndexEntry], IndexRequest, needed=False),
             post(f"{triton}/models/{{name}}/load", self._triton_load, "Answer again.", None, LoadRequest, needed=False),
@@ -233,7 +233,7 @@ class AdminEndpoints:
         arguments = await self._document(request, kind)
         return await self._do(request, change, operations, arguments, partial(work, operations, arguments))
 
-    async def _take(self, change: str, request: Request) -> Response:
+    async def _receive(self, change: str, request: Request) -> Response:
         operations, length = self._operations(request), request.headers.get("content-length")
         options = decoded(request.query_params.get("options", "{}").encode(), SendRequest)
         arguments = StageRequest(source=f"{MEMORY}:{user_of(request)}", **msgspec.structs.asdict(options))
@@ -244,9 +244,9 @@ class AdminEndpoints:
         body = Body(_pieces(request), int(length), self._settings.body_timeout, self._settings.upload_timeout)
         given = as_arriving(arguments.source, int(length), body.receive)
         try:
-            take = TAKEN[change]
+            receive = RECEIVED[change]
             return await self._do(
-                request, change, operations, arguments, lambda by: take(operations, arguments, by, given)
+                request, change, operations, arguments, lambda by: receive(operations, arguments, by, given)
             )
         finally:
             body.close()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from weightswap_runtime.errors import reason_of
-from weightswap_runtime.following.intake import refused_weights
+from weightswap_runtime.following.file_queue import refused_weights
 from weightswap_runtime.following.watching import Follower, Watcher
 from weightswap_runtime.live.receipt import Event, SwapReceipt
 from weightswap_runtime.tensors import DIGEST
@@ -110,21 +110,23 @@ class RemoveVariantRequest(Change, forbid_unknown_fields=True, kw_only=True):
 
 
 class FollowRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A place to follow: a directory, or the URL of one, with a desired.json. interval: seconds between two reads."""
+    """A desired store to follow: a directory, or the URL of one, with a desired.json. interval: seconds between two
+    reads."""
 
-    place: _Source
+    desired_store: _Source
     interval: _Interval = 5.0
 
 
 class WatchRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A directory to watch: a path, or the URL of a folder. interval: seconds between two looks."""
+    """A directory to watch: a path, or the URL of a folder. interval: seconds between two polls."""
 
     directory: _Source
     interval: _Interval = 5.0
 
 
 class ServedWeights(Struct, kw_only=True):
-    """The weights of new calls; `since` in seconds since the epoch. why: from an operator or the followed place."""
+    """The weights of new calls; `since` in seconds since the epoch. why: from an operator or the followed desired
+    store."""
 
     weights_id: str
     generation: int
@@ -176,9 +178,9 @@ class CanaryStatus(Struct, kw_only=True):
 
 
 class Desired(Struct, kw_only=True):
-    """The desired state of the followed place; the fields are those of `FollowStatus` and of the hold."""
+    """The desired state of the followed desired store; the fields are those of `FollowStatus` and of the hold."""
 
-    place: str
+    desired_store: str
     revision: int | None
     desired: str | None
     agrees: bool
@@ -227,7 +229,7 @@ class ModelStatus(Struct, kw_only=True):
 class ServerStatus(Struct, kw_only=True):
     """The server and its models; times in seconds since the epoch. pid: the process that serves the admin plane.
 
-    processes: all processes of the server; with workers, the first is the keeper, which serves the admin plane.
+    processes: all processes of the server; with workers, the first is the owner, which serves the admin plane.
     """
 
     version: str
@@ -260,8 +262,8 @@ class Refusal(Struct, kw_only=True):
 class History(Struct, kw_only=True):
     """Commits (`SwapReceipt`, and `why`) and refusals, oldest first.
 
-    desired, withdrawn: weights that the followed place desired before, or has withdrawn (`DesiredWeights`). `refused`:
-    why this process has refused them; empty if it has not, or has served them since.
+    desired, withdrawn: weights that the followed desired store desired before, or has withdrawn (`DesiredWeights`).
+    `refused`: why this process has refused them; empty if it has not, or has served them since.
     """
 
     receipts: list[dict[str, Any]]

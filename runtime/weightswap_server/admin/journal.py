@@ -15,8 +15,8 @@ from prometheus_client.core import Metric
 
 from weightswap_runtime.errors import NothingToRollBack
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
-from weightswap_runtime.following.intake import is_transient
-from weightswap_runtime.following.place import DesiredPlace
+from weightswap_runtime.following.desired_store import DesiredStore
+from weightswap_runtime.following.file_queue import is_transient
 from weightswap_runtime.following.watching import Follower, Watcher, request_for
 from weightswap_runtime.live.receipt import Event, SwapReceipt
 from weightswap_runtime.live.staged import Staged
@@ -29,7 +29,7 @@ T = TypeVar("T")
 KEPT, EVERY = 600, 1.0  # points of load of each model, and seconds between two
 _REFUSALS, _EVENTS = 100, 200  # the latest that are kept
 _REFUSED = ("refused", "skipped", "unreachable", "failed", "cancelled", "discarded")  # kinds of events
-_TIMEOUT = 60.0  # seconds to wait for the weights of a followed place
+_TIMEOUT = 60.0  # seconds to wait for the weights of a followed desired store
 _RECEIPT_TIMEOUT = 1.0  # seconds to wait for a receipt, once its weights are served
 _Series = tuple[str, str]  # the requested name, and the weights id
 
@@ -114,11 +114,12 @@ class Journal:
             self._notify()
 
     def why(self, receipt: SwapReceipt) -> str:
-        """Return the reason of a commit: the operator's, or the followed place's."""
+        """Return the reason of a commit: the operator's, or the followed desired store's."""
         return self._whys.get(receipt.generation, self._why_by_now(receipt))
 
     def _why_by_now(self, receipt: SwapReceipt) -> str:
-        """Return the place's reason for weights, unless it was written after their commit, as by a rollback to them."""
+        """Return the desired store's reason for weights, unless it was written after their commit, as by a rollback to
+        them."""
         state = self._followed.desired
         known = state.known if state else ()
         whys = {weights.weights_id: weights.why for weights in known if weights.since <= receipt.committed_at}
@@ -166,36 +167,36 @@ class Followed:
 
     @property
     def desired(self) -> DesiredState | None:
-        """The desired state as last read: the place may be unreachable."""
+        """The desired state as last read: the desired store may be unreachable."""
         follower = self.follower
         return follower.desired if follower else None
 
     @property
-    def place(self) -> DesiredPlace | None:
-        """The place that changes are written to, if the model has one."""
-        return next((source.place for source in self._model.watching if source.place is not None), None)
+    def desired_store(self) -> DesiredStore | None:
+        """The desired store that changes are written to, if the model has one."""
+        return next((source.desired_store for source in self._model.watching if source.desired_store is not None), None)
 
-    def require_place(self, what: str) -> DesiredPlace:
-        """Return the place. Raises Conflict if there is none."""
-        if (place := self.place) is None:
+    def require_desired_store(self, what: str) -> DesiredStore:
+        """Return the desired store. Raises Conflict if there is none."""
+        if (desired_store := self.desired_store) is None:
             raise Conflict(f"{self._name}: {what} is written to a desired state, but the model follows none")
-        return place
+        return desired_store
 
     @staticmethod
-    def seen(place: DesiredPlace, request: Change) -> int:
-        """Return the revision that an operator has seen, by default the place's."""
-        return place.read().revision if request.revision is None else request.revision
+    def seen(desired_store: DesiredStore, request: Change) -> int:
+        """Return the revision that an operator has seen, by default the desired store's."""
+        return desired_store.read().revision if request.revision is None else request.revision
 
-    def stage(self, place: DesiredPlace, weights: DesiredWeights, by: str) -> Staged:
-        """Begin to stage weights of the place as its follower would. Raises Conflict if that has ended."""
-        source = next((source for source in self._model.watching if source.place is place), None)
+    def stage(self, desired_store: DesiredStore, weights: DesiredWeights, by: str) -> Staged:
+        """Begin to stage weights of the desired store as its follower would. Raises Conflict if that has ended."""
+        source = next((source for source in self._model.watching if source.desired_store is desired_store), None)
         if source is None:
-            raise Conflict(f"{self._name}: no longer follows {place.where}; look again")
-        request = request_for(source.request, place.locate(weights), place.located(weights), by)
+            raise Conflict(f"{self._name}: no longer follows {desired_store.where}; look again")
+        request = request_for(source.request, desired_store.locate(weights), desired_store.located(weights), by)
         return self._model._stage(request, background=True)
 
     def interrupt(self) -> None:
-        """Cancel what the follower or watcher stages, until its next look, and what a sender has sent."""
+        """Cancel what the follower or watcher stages, until its next poll, and what a sender has sent."""
         for watching in self._model.watching:
             watching.interrupt()
         for receiver in self._model.receivers:
@@ -218,15 +219,15 @@ class Followed:
             error = follower.last_error if read else None
             return error if isinstance(error, Exception) and not is_transient(error) else None
 
-        self._look_until(lambda follower: self._model.weights_id == desired or refused(follower) is not None)
+        self._poll_until(lambda follower: self._model.weights_id == desired or refused(follower) is not None)
         follower = self.follower
         if desired and self._model.weights_id != desired and follower and (error := refused(follower)) is not None:
-            where = follower.place.where
+            where = follower.desired_store.where
             raise NotServed(f"{self._name}: {where} now desires {desired[:12]}, which was refused here: {error}")
         return self._await_receipt() if self._model.weights_id == desired else None
 
     def _await_receipt(self) -> SwapReceipt | None:
-        """Return the receipt of the served weights, which follows the commit; None if a keeper was killed between."""
+        """Return the receipt of the served weights, which follows the commit; None if an owner was killed between."""
         deadline = time.monotonic() + _RECEIPT_TIMEOUT
         while time.monotonic() < deadline:
             history = self._model.history
@@ -237,18 +238,18 @@ class Followed:
 
     def await_read(self, state: DesiredState) -> None:
         """Wait, with a timeout, until this process has read a written state, which the response contains."""
-        self._look_until(lambda follower: (follower.status.revision or 0) >= state.revision)
+        self._poll_until(lambda follower: (follower.status.revision or 0) >= state.revision)
 
-    def _look_until(self, reached: Callable[[Follower], bool]) -> None:
-        self.look()
+    def _poll_until(self, reached: Callable[[Follower], bool]) -> None:
+        self.poll_now()
         deadline = time.monotonic() + _TIMEOUT
         while (follower := self.follower) and not reached(follower) and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def look(self) -> None:
-        """Wake the follower and the watcher."""
+    def poll_now(self) -> None:
+        """Let the follower and the watcher poll now."""
         for source in self._model.watching:
-            source.look_soon()
+            source.poll_now()
 
 
 class LoadSeries:

@@ -1,7 +1,7 @@
 """Operations of operators on a model, and its status. Every method may be called from any thread.
 
 If the model follows a desired state, a change is verified here, then written there, and then made: a follower would
-undo what is not desired, and a place must not desire what is refused.
+undo what is not desired, and a desired store must not desire what is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weightswap_runtime.errors import NoWeights, StageClosed, StagingBusy, Unsup
 from weightswap_runtime.following.controller import Change as OpenChange
 from weightswap_runtime.following.controller import Controller, Lease
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights, check_promotable
-from weightswap_runtime.following.place import DesiredPlace, Known, check_file
+from weightswap_runtime.following.desired_store import DesiredStore, Known, check_file
 from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.session import Session
@@ -31,7 +31,7 @@ from weightswap_server.canary import CanaryPlan, check_plan, measure_text
 from weightswap_server.errors import Conflict
 from weightswap_server.service.service import Served
 
-from .access import Allowed
+from .access import AllowList
 from .documents import (
     AddVariantRequest,
     CanaryRequest,
@@ -60,7 +60,7 @@ _ROLLBACK_TURN = 10.0  # the same for a rollback, which cancels what followers a
 
 
 class SourceChange(NamedTuple):
-    """A new source of a model's weights: a directory to watch, a place to follow, or neither."""
+    """A new source of a model's weights: a directory to watch, a desired store to follow, or neither."""
 
     watch: str | None = None
     follow: str | None = None
@@ -70,7 +70,7 @@ class SourceChange(NamedTuple):
 class ModelOperations:
     """The operations on one model."""
 
-    def __init__(self, served: Served, allowed: Allowed, staged_timeout: float) -> None:
+    def __init__(self, served: Served, allowed: AllowList, staged_timeout: float) -> None:
         assert isinstance(served.model, Model)  # workers have no admin plane
         self.served, self.model, self.name = served, served.model, served.name
         self._allowed, self._staged_timeout = allowed, staged_timeout
@@ -126,8 +126,8 @@ class ModelOperations:
     def stage(self, request: StageRequest, by: str, given: GivenWeights | None = None, change_id: str = "") -> None:
         """Read and verify weights, those at `request.source` if none are given.
 
-        Raises Forbidden, Unsupported, Conflict for given ones where a place is followed, and what `Model.stage` and
-        `DesiredPlace` raise.
+        Raises Forbidden, Unsupported, Conflict for given ones where a desired store is followed, and what `Model.stage`
+        and `DesiredStore` raise.
 
         change_id: a new id, by which `commit` and `discard` then mean these weights and no others.
         """
@@ -136,14 +136,14 @@ class ModelOperations:
     def commit(
         self, request: CommitRequest, by: str, change_id: str = "", *, promotes: bool = False
     ) -> SwapReceipt | None:
-        """Commit the staged weights, and write them to a followed place.
+        """Commit the staged weights, and write them to a followed desired store.
 
         change_id: as given to `stage`, or any. promotes: nobody has decided on just these weights, so that a hold
-        refuses them, and so does a place that has withdrawn them.
+        refuses them, and so does a desired store that has withdrawn them.
 
         Raises StageClosed if nothing is staged, Conflict for other weights than expected, and what `Staged.commit` and
-        `DesiredPlace.set` raise. The weights then stay staged. If the place was written, and calls or pins hold the
-        memory, the follower commits; the receipt is None if it has not yet.
+        `DesiredStore.set` raise. The weights then stay staged. If the desired store was written, and calls or pins hold
+        the memory, the follower commits; the receipt is None if it has not yet.
         """
         change = self._committable(change_id)
         if request.expect not in (None, change.weights.weights_id):
@@ -187,20 +187,22 @@ class ModelOperations:
             raise
 
     def rollback(self, request: RollbackRequest, by: str) -> SwapReceipt | None:
-        """Serve earlier weights. A followed place desires them, and holds if asked to. Staged weights are discarded.
+        """Serve earlier weights. A followed desired store wants them, and holds if asked to. Staged weights are
+        discarded.
 
-        Where a place is followed, the weights are first verified here as the follower would; if they are refused, the
-        place stays as it is. What a follower or watcher stages meanwhile is cancelled, until its next look.
+        Where a desired store is followed, the weights are first verified here as the follower would; if they are
+        refused, the desired store stays as it is. What a follower or watcher stages meanwhile is cancelled, until its
+        next poll.
 
-        Raises NothingToRollBack, Conflict, NotServed, and what `DesiredPlace.rollback` and `Model.swap` raise. The
-        receipt is None if the followed place desires the weights, but this process does not serve them yet.
+        Raises NothingToRollBack, Conflict, NotServed, and what `DesiredStore.rollback` and `Model.swap` raise. The
+        receipt is None if the followed desired store wants the weights, but this process does not serve them yet.
         """
-        place = self.followed.place
-        if place is not None:
+        desired_store = self.followed.desired_store
+        if desired_store is not None:
             try:
-                return self._roll_back_place(place, request, by)
+                return self._roll_back_desired_store(desired_store, request, by)
             finally:
-                self.followed.look()
+                self.followed.poll_now()
         self._changes.close()
         with self._turn(_ROLLBACK_TURN, self.followed.interrupt):
             if request.to is None:
@@ -211,13 +213,17 @@ class ModelOperations:
             begin = partial(self.model.stage, source, expect=expect, by=by, background=True)
             return self._served(self._stage_and_commit(begin, source, by, request.why, None, None))
 
-    def _roll_back_place(self, place: DesiredPlace, request: RollbackRequest, by: str) -> SwapReceipt | None:
-        now = place.read()
+    def _roll_back_desired_store(
+        self, desired_store: DesiredStore, request: RollbackRequest, by: str
+    ) -> SwapReceipt | None:
+        now = desired_store.read()
         revision = now.revision if request.revision is None else request.revision
-        target = place.rollback_target(request.to or self._last_served(now), revision=revision)
+        target = desired_store.rollback_target(request.to or self._last_served(now), revision=revision)
 
         def write() -> DesiredState:
-            return place.rollback(revision=revision, to=target.weights_id, by=by, why=request.why, hold=request.hold)
+            return desired_store.rollback(
+                revision=revision, to=target.weights_id, by=by, why=request.why, hold=request.hold
+            )
 
         if self._has_in_memory(target.weights_id):
             state = write()
@@ -225,7 +231,7 @@ class ModelOperations:
             return self.followed.await_served(state)
         self._changes.close()
         with self._turn(_ROLLBACK_TURN, self.followed.interrupt):
-            begin, source = partial(self.followed.stage, place, target, by), str(place.locate(target))
+            begin, source = partial(self.followed.stage, desired_store, target, by), str(desired_store.locate(target))
             done = self._stage_and_commit(begin, source, by, request.why, revision, write)
         return self._served(done)
 
@@ -268,21 +274,23 @@ class ModelOperations:
         return self.model.remove_variant(request.group, request.name, by=by)
 
     def hold(self, request: Change, by: str) -> None:
-        """Hold promotions. Raises Conflict if no place is followed, and what `DesiredPlace.hold` raises."""
-        place = self.followed.require_place("hold")
-        self.followed.await_read(place.hold(revision=self.followed.seen(place, request), by=by, why=request.why))
+        """Hold promotions. Raises Conflict if no desired store is followed, and what `DesiredStore.hold` raises."""
+        desired_store = self.followed.require_desired_store("hold")
+        self.followed.await_read(
+            desired_store.hold(revision=self.followed.seen(desired_store, request), by=by, why=request.why)
+        )
 
     def release(self, request: Change, by: str) -> None:
         """Allow promotions again. Raises as `hold`."""
-        place = self.followed.require_place("release")
-        self.followed.await_read(place.release(revision=self.followed.seen(place, request)))
+        desired_store = self.followed.require_desired_store("release")
+        self.followed.await_read(desired_store.release(revision=self.followed.seen(desired_store, request)))
 
     def follow(self, request: FollowRequest, by: str) -> None:
-        """Follow a place from now on. Raises Conflict if the model follows or watches something already."""
-        place = self._allowed.folder(request.place)
+        """Follow a desired store from now on. Raises Conflict if the model follows or watches something already."""
+        desired_store = self._allowed.folder(request.desired_store)
         self.followed.check_free()
-        self.model.follow(place, request.interval)
-        self.on_source(SourceChange(None, place, request.interval))
+        self.model.follow(desired_store, request.interval)
+        self.on_source(SourceChange(None, desired_store, request.interval))
 
     def watch(self, request: WatchRequest, by: str) -> None:
         """Watch a directory for new files from now on. Raises as `follow`."""
@@ -301,9 +309,9 @@ class ModelOperations:
         self.on_source(SourceChange())
 
     def discard_outdated(self) -> None:
-        """Discard staged weights that are too old, or if a followed place desires others than those served.
+        """Discard staged weights that are too old, or if a followed desired store wants others than those served.
 
-        Weights that the place already desired before the staging, and that cannot be served, are no reason.
+        Weights that the desired store already desired before the staging, and that cannot be served, are no reason.
         """
         change, follower = self._change, self.followed.follower
         if change is None or change.swapping:
@@ -364,13 +372,13 @@ class ModelOperations:
         change_id: str = "",
     ) -> _StagedChange:
         """Stage weights. Raises StagingBusy, and what the staging raises."""
-        place = self.followed.place
-        if given is not None and place is not None:
-            raise self._in_no_file(place)
+        desired_store = self.followed.desired_store
+        if given is not None and desired_store is not None:
+            raise self._in_no_file(desired_store)
         path = self._allowed.weights(request.source) if given is None else request.source
-        if place is not None and request.only:
+        if desired_store is not None and request.only:
             raise Unsupported("only: a new process could not start from a part of a set; stage a full set")
-        revision = self.followed.seen(place, request) if place is not None else None
+        revision = self.followed.seen(desired_store, request) if desired_store is not None else None
         begin = partial(
             self.model.stage,
             given or path,
@@ -390,10 +398,10 @@ class ModelOperations:
         )
         return self._changes.prepare(change, begin)
 
-    def _in_no_file(self, place: DesiredPlace) -> Conflict:
+    def _in_no_file(self, desired_store: DesiredStore) -> Conflict:
         return Conflict(
-            f"{self.name}: follows {place.where}, which says what is served, and nobody else could read these weights; "
-            "publish them there, or push a file to a server with --upload-dir"
+            f"{self.name}: follows {desired_store.where}, which says what is served, and nobody else could read these "
+            "weights; publish them there, or push a file to a server with --upload-dir"
         )
 
     def _committable(self, change_id: str = "") -> _StagedChange:
@@ -411,18 +419,18 @@ class ModelOperations:
             self.served.start_canary(change.weights, plan)
 
     def _commit(self, change: _StagedChange, request: Change, by: str, promotes: bool = False) -> SwapReceipt | None:
-        place, why = self.followed.place, request.why or change.request.why
+        desired_store, why = self.followed.desired_store, request.why or change.request.why
         write = None
-        if place is not None:
-            if not change.weights.report.reloadable:  # the place was not followed yet when they were staged
-                raise self._in_no_file(place)
+        if desired_store is not None:
+            if not change.weights.report.reloadable:  # the desired store was not followed yet when they were staged
+                raise self._in_no_file(desired_store)
             if promotes:
-                check_promotable(place.read(), change.weights.weights_id, printable(change.request.source))
+                check_promotable(desired_store.read(), change.weights.weights_id, printable(change.request.source))
             revision = change.revision if request.revision is None else request.revision
-            write = partial(self._desire, place, change, revision, why, by)
-        with self._turn(_TURN):  # a follower that reads the place meanwhile waits for this commit
+            write = partial(self._desire, desired_store, change, revision, why, by)
+        with self._turn(_TURN):  # a follower that reads the desired store meanwhile waits for this commit
             done = self._write_and_commit(change, why, write)
-        self.followed.look()
+        self.followed.poll_now()
         return self._served(done)
 
     def _turn(self, seconds: float, interrupt: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
@@ -439,7 +447,8 @@ class ModelOperations:
     def _write_and_commit(
         self, change: _StagedChange, why: str, write: Callable[[], DesiredState] | None
     ) -> SwapReceipt | DesiredState | None:
-        """Write a followed place, and commit. Return what was written if the commit then fails: the follower makes it.
+        """Write a followed desired store, and commit. Return what was written if the commit then fails: the follower
+        makes it.
 
         The write comes first: the follower would replace weights that are served but not desired.
         """
@@ -462,13 +471,13 @@ class ModelOperations:
         return self.followed.await_served(done) if isinstance(done, DesiredState) else done
 
     def _desire(
-        self, place: DesiredPlace, change: _StagedChange, revision: int | None, why: str, by: str
+        self, desired_store: DesiredStore, change: _StagedChange, revision: int | None, why: str, by: str
     ) -> DesiredState:
         staged, path = change.weights, change.request.source
         known = Known(staged.weights_id, self.model.graph_id, staged.labels, staged.base)
         check_file(path, staged.weights_id)  # weights may have been staged for long, and others read the file
-        seen = place.read().revision if revision is None else revision
-        return place.set(path, revision=seen, by=by, why=why, known=known)
+        seen = desired_store.read().revision if revision is None else revision
+        return desired_store.set(path, revision=seen, by=by, why=why, known=known)
 
     def _last_served(self, state: DesiredState) -> str | None:
         """Return the last desired weights that this process has served; it may have refused later ones."""
@@ -497,8 +506,8 @@ class _StagedChange(OpenChange):
         swapping: bool,
         id: str = "",  # noqa: A002 - as in `Change`
     ) -> None:
-        """request: its source is the path or URL. revision: of the followed place, as seen before. swapping: it is
-        committed at once. timeout: seconds for which it may stay open."""
+        """request: its source is the path or URL. revision: of the followed desired store, as seen before. swapping: it
+        is committed at once. timeout: seconds for which it may stay open."""
         super().__init__(id=id, by=by, lease=Lease(timeout))
         self._served, self.request, self.revision, self.swapping = served, request, revision, swapping
         self.since = time.time()

@@ -16,7 +16,7 @@ from weightswap_server.errors import log
 from weightswap_server.http.listening import HttpServer, listening
 from weightswap_server.service.service import Service
 
-from .access import AdminSettings, Allowed, TokenGuard, read_tokens
+from .access import AdminSettings, AllowList, TokenGuard, read_tokens
 from .app import OPEN_PATHS, AdminEndpoints
 from .audit import AuditLog, act_on
 from .journal import EVERY, LoadSeries
@@ -39,7 +39,7 @@ class AdminPlane:
             uploads = UploadDirectory(
                 settings.upload_dir, settings.max_uploads, settings.body_timeout, settings.upload_timeout
             )
-        allowed = Allowed(settings.allow, uploads.folder if uploads else None)
+        allowed = AllowList(settings.allow, uploads.folder if uploads else None)
         timeout = settings.staged_timeout
         self.models = {served.name: ModelOperations(served, allowed, timeout) for served in service.served}
         self._load = LoadSeries(

@@ -2,7 +2,7 @@
 
 They stage and commit as operators do, with the same tokens, allowed paths and audit log. What they can pass is a path:
 tensors by NCCL, by handles of device memory or in pickles are refused, before anything has changed. A model that is not
-the only one is named by the query, `?model=NAME`, as the verbs have no place for it.
+the only one is named by the query, `?model=NAME`, as the verbs have no desired store for it.
 """
 
 from __future__ import annotations
@@ -372,8 +372,8 @@ class _Lifecycle:
     def _check_served(self, receipt: SwapReceipt | None) -> None:
         if receipt is None:
             raise NotServed(
-                f"{self.operations.name}: the place that it follows now desires the weights, but this process does not "
-                "serve them yet; look at /weight_info"
+                f"{self.operations.name}: the desired store that it follows now wants the weights, but this process "
+                "does not serve them yet; look at /weight_info"
             )
 
 

@@ -166,7 +166,7 @@ class _Methods:
             _tensors(request),
             outputs=[output.name for output in request.outputs],
             variants=_variants(request),
-            wish=_metadata(context, HEADER),
+            routing=_metadata(context, HEADER),
             traceparent=_metadata(context, "traceparent"),
         )
         context.add_callback(call.answer.cancel)  # drops the call if it has not begun

@@ -159,7 +159,7 @@ class _InferEndpoint:
             tensors,
             outputs=[output.name for output in request.outputs or ()],
             variants=(request.parameters or {}).get(PARAMETER),
-            wish=headers.text(HEADER),
+            routing=headers.text(HEADER),
             traceparent=headers.text("traceparent"),
         )
         scope[ON_DISCONNECT] = call.answer.cancel  # drops the call if it has not begun

@@ -141,12 +141,12 @@ class ModelThread:
 
     def answer_here(self, call_soon: CallSoon) -> None:
         """Answer one queued batch if it is quick, and schedule the next. Slow ones are left to the model's thread."""
-        if batch := self._take_quick():
+        if batch := self._dequeue_quick():
             self._work(batch)
             if self._queue:  # the loop's other callbacks run in between
                 call_soon(partial(self.answer_here, call_soon))
 
-    def _take_quick(self) -> Sequence[Call]:
+    def _dequeue_quick(self) -> Sequence[Call]:
         with self._changed:
             first = self._queue[0] if self._queue else None
             if isinstance(first, Call) and first.method in self.limits and self._is_quick(first.method, 0):
@@ -167,7 +167,7 @@ class ModelThread:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        while batch := self._take():
+        while batch := self._dequeue():
             self._busy = True
             try:
                 self._work(batch)
@@ -175,7 +175,7 @@ class ModelThread:
                 self._busy = False
                 del batch  # or its tensors would stay alive while the queue is empty
 
-    def _take(self) -> list[Call | Task]:
+    def _dequeue(self) -> list[Call | Task]:
         with self._changed:
             while not self._queue:
                 if self._stopped:
@@ -192,11 +192,11 @@ class ModelThread:
                     return list(batch)
                 self._changed.wait(seconds)
 
-    def _gather(self, batch: list[Call], room: int) -> int:
-        """Move queued calls of the batch's kind into it, of at most `room` rows; return the number of rows moved."""
+    def _gather(self, batch: list[Call], free: int) -> int:
+        """Move queued calls of the batch's kind into it, of at most `free` rows; return the number of rows moved."""
         added, kind = 0, batch[0].kind
         for work in list(self._queue):
-            if isinstance(work, Call) and work.kind == kind and work.rows <= room - added:
+            if isinstance(work, Call) and work.kind == kind and work.rows <= free - added:
                 self._queue.remove(work)
                 batch.append(work)
                 added += work.rows

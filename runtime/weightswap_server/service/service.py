@@ -121,12 +121,12 @@ class Service:
         *,
         outputs: Sequence[str] = (),
         variants: object = None,
-        wish: str = "",
+        routing: str = "",
         traceparent: str = "",
     ) -> Call:
         """Check a request, and return its call.
 
-        outputs: names of the requested ones; none: all. variants: the parameter `variant` as it came. wish: "1" asks
+        outputs: names of the requested ones; none: all. variants: the parameter `variant` as it came. routing: "1" asks
         for the canary, "0" for the served weights.
 
         Raises UnknownModel, NotReady, InputMismatch, BadRequest, and Unsupported for a model that generates.
@@ -134,7 +134,7 @@ class Service:
         served, method = self.method(name, version)
         method.check_outputs(outputs)
         flat, chosen = method.arguments(tensors), read_variants(variants)
-        canary = served.choose_canary(version, wish)
+        canary = served.choose_canary(version, routing)
         return Call(
             method, flat, version, traceparent=traceparent, canary=canary, variants=chosen, name=name, outputs=outputs
         )
@@ -339,11 +339,11 @@ class Served:
             self.canary.close()
             self.canary = None
 
-    def choose_canary(self, version: str, wish: str) -> Canary | None:
+    def choose_canary(self, version: str, routing: str) -> Canary | None:
         """Return the canary if it answers the next request, None if the served weights do."""
         self.sync_canary()
         canary = self.canary
-        return canary if canary is not None and not version and canary.answers_next(wish) else None
+        return canary if canary is not None and not version and canary.answers_next(routing) else None
 
     def _batch(self) -> None:
         for method in self.methods.values():

@@ -1,4 +1,4 @@
-"""The program of a child: as the keeper it changes weights, as a worker it answers from them.
+"""The program of a child: as the owner it changes weights, as a worker it answers from them.
 
 The manager sends one task, and then answers messages; both sides write a line of JSON for each. A child whose manager
 has ended ends, too. The metrics of a child are part of the totals that any of them shows.
@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import Segment, keep
+from weightswap_runtime.shared.owner import Segment, own
 from weightswap_runtime.shared.worker import join
 from weightswap_server.admin.access import ENVIRONMENT, AdminSettings
 from weightswap_server.admin.journal import JournalState
@@ -41,11 +41,11 @@ from weightswap_server.serving import ModelSource, Server
 from weightswap_server.settings import Settings
 from weightswap_server.signed_weights import requires
 
-from .trials import KeeperTrials, WorkerTrials
+from .trials import OwnerTrials, WorkerTrials
 
-Role = Literal["keeper", "worker"]
+Role = Literal["owner", "worker"]
 MOST_SAMPLES = 10_000  # of processes that have ended; the oldest are dropped
-# metrics that count for workers; a worker's others are those of the weights, which its keeper has, too
+# metrics that count for workers; a worker's others are those of the weights, which its owner has, too
 _BY_WORKERS = ("weightswap_server_", "weightswap_calls", "weightswap_call_seconds", "weightswap_leases")
 _MOMENTARY = ("gauge", "unknown")  # kinds of which nothing is left when a process has ended
 _REPORT_INTERVAL = 1.0  # seconds between two reports of a child
@@ -66,26 +66,26 @@ def main(descriptor: str) -> None:
             from weightswap_runtime.engines.operators import import_libraries  # needs torch
 
             import_libraries(manager.task.op_libraries)
-        (_keep if manager.task.role == "keeper" else _serve)(manager)
+        (_own if manager.task.role == "owner" else _serve)(manager)
     except (WeightswapError, OSError) as error:
         manager.send(Message("failed", str(error)))
         sys.exit(1)
 
 
-def _keep(manager: ManagerConnection) -> None:
+def _own(manager: ManagerConnection) -> None:
     """Stage and commit for all workers, until SIGTERM or the manager's end."""
     task, ended = manager.task, manager.closed
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     admit = requires(*task.require_signature) if task.require_signature else None
     models = {
-        name: keep(source.artifact, task.segments[name], admit, **source.options)
+        name: own(source.artifact, task.segments[name], admit, **source.options)
         for name, source in task.sources.items()
     }
     service = Service(models, task.settings)
     for served in service.served:
         served.switch = Control(task.segments[served.name].control)
-    manager.on_tried = KeeperTrials(service.served).add
+    manager.on_tried = OwnerTrials(service.served).add
     service.all_metrics = lambda: manager.total(service.metrics.text())
     service.load_metrics = lambda: text_string_to_metric_families(service.all_metrics().decode())
     service.processes = manager.processes
@@ -99,7 +99,7 @@ def _keep(manager: ManagerConnection) -> None:
         for name, source in task.sources.items():
             if (first := source.first) is not None and models[name].weights_id is None:
                 models[name].swap(first)
-            source.take(models[name])
+            source.attach(models[name])
         with plane.running() if plane is not None else nullcontext():
             manager.send(Message("ready", plane.where if plane is not None else ""))
             _report(manager, service)
@@ -117,8 +117,8 @@ def _serve(manager: ManagerConnection) -> None:
     for served in server.service.served:
         served.switch = Control(task.segments[served.name].control)
     trials = WorkerTrials(server.service.served)
-    own = server.service.metrics.text
-    server.service.all_metrics = lambda: manager.total(own())
+    metrics = server.service.metrics.text
+    server.service.all_metrics = lambda: manager.total(metrics())
     server.on_listening(partial(manager.send, Message("ready")))
     _await_warm(server)
     gc.collect()
@@ -150,7 +150,7 @@ def _report_regularly(manager: ManagerConnection, server: Server, loop_alive: Ev
     while not manager.closed.wait(_REPORT_INTERVAL):
         _report(manager, server.service, loop_alive.is_set())
         loop_alive.clear()
-        for text in trials.take():
+        for text in trials.drain():
             manager.send(Message("tried", text))
     server.stop()
 
@@ -170,20 +170,20 @@ class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
     sources: Mapping[str, ModelSource]  # by model
     segments: Mapping[str, Segment]  # by model
     settings: Settings
-    admin: AdminSettings | None = None  # of the keeper's admin plane
+    admin: AdminSettings | None = None  # of the owner's admin plane
     require_signature: tuple[str, ...] = ()  # public keys
     op_libraries: tuple[str, ...] = ()  # whose import registers operators
     slot: int = 0  # of a worker, in the segments
     listener: int = -1  # the descriptor of a worker's socket
-    journals: Mapping[str, JournalState] = {}  # by model, of an earlier keeper when it ended
+    journals: Mapping[str, JournalState] = {}  # by model, of an earlier owner when it ended
 
 
 class Message(msgspec.Struct, frozen=True):
     """A message of a child to its manager, or the manager's answer to "total" and "processes".
 
     text: for "alive", a `Process`, sent regularly unless the child hangs; for "metrics" and "total", Prometheus' text
-    format; for "processes", all of them; for "tried", `TrialMeasures` for the keeper. "sources" and "journals" are
-    kept for the next keeper.
+    format; for "processes", all of them; for "tried", `TrialMeasures` for the owner. "sources" and "journals" are
+    kept for the next owner.
     """
 
     kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried", "sources", "journals"]

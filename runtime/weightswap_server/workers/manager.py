@@ -1,4 +1,4 @@
-"""A server of several processes: a keeper that changes the weights, and workers that answer from the same memory.
+"""A server of several processes: an owner that changes the weights, and workers that answer from the same memory.
 
 The manager owns the port and the memory, and runs no model: what dies is a child, and is replaced.
 """
@@ -22,7 +22,7 @@ from weightswap_runtime.errors import Unsupported, WeightswapError, is_number
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import Segment
+from weightswap_runtime.shared.owner import Segment
 from weightswap_runtime.sources.location import is_url
 from weightswap_server.admin.access import ENVIRONMENT, AdminSettings
 from weightswap_server.admin.journal import JournalState
@@ -49,7 +49,7 @@ _WORKER_TIMEOUT, _LEAST_TIMEOUT = 30.0, 3.0  # seconds; children report each sec
 
 
 class Workers:
-    """A server of a keeper and several workers. A process that dies is replaced."""
+    """A server of an owner and several workers. A process that dies is replaced."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Workers:
         require_signature: Sequence[str] = (),
         worker_timeout: float = _WORKER_TIMEOUT,
     ) -> None:
-        """admin: of the keeper's admin plane. require_signature: public keys. worker_timeout: seconds before a process
+        """admin: of the owner's admin plane. require_signature: public keys. worker_timeout: seconds before a process
         that hangs is killed and replaced; 0: never.
 
         Raises Unsupported.
@@ -109,16 +109,16 @@ class Workers:
     async def _run(self, listener: socket.socket, segments: _Segments, mapped: _Segments) -> None:
         totals = Totals()
         tasks = [
-            self._task("keeper", segments),
+            self._task("owner", segments),
             *(self._task("worker", mapped, slot, listener.fileno()) for slot in range(self._number)),
         ]
 
         def processes() -> list[Process]:
-            return [child.status for child in (keeper, *workers)]
+            return [child.status for child in (owner, *workers)]
 
-        keeper = Child(tasks[0], totals, processes, self._timeout)
-        workers = [Child(task, totals, processes, self._timeout, keeper.send) for task in tasks[1:]]
-        self._serving = asyncio.create_task(self._serve(keeper, workers))
+        owner = Child(tasks[0], totals, processes, self._timeout)
+        workers = [Child(task, totals, processes, self._timeout, owner.send) for task in tasks[1:]]
+        self._serving = asyncio.create_task(self._serve(owner, workers))
         with signals(asyncio.get_running_loop(), self.stop):
             try:
                 with suppress(asyncio.CancelledError):
@@ -126,11 +126,11 @@ class Workers:
             finally:
                 listener.close()
                 await asyncio.gather(*(worker.end(self.settings.grace) for worker in workers))
-                await keeper.end(0.0)
+                await owner.end(0.0)
 
-    async def _serve(self, keeper: Child, workers: list[Child]) -> None:
-        """Start the keeper, then the workers, which map the weights that it has loaded, and wait to be cancelled."""
-        self.admin_where = await keeper.begin()
+    async def _serve(self, owner: Child, workers: list[Child]) -> None:
+        """Start the owner, then the workers, which map the weights that it has loaded, and wait to be cancelled."""
+        self.admin_where = await owner.begin()
         await asyncio.gather(*(worker.begin() for worker in workers))
         for callback in self._listening_callbacks:
             callback()
@@ -141,15 +141,15 @@ class Workers:
         libraries = {name for source in self._sources.values() for name in source.options.get("op_libraries", ())}
         return ChildTask(
             role=role,
-            name="keeper" if role == "keeper" else f"worker {slot}",
+            name="owner" if role == "owner" else f"worker {slot}",
             sources={
-                # all workers serve alike; what hash trees may take is for their keeper
+                # all workers serve alike; what hash trees may take is for their owner
                 name: msgspec.structs.replace(source, options={"max_hash_trees": source.options.get("max_hash_trees")})
                 for name, source in self._sources.items()
             },
             segments=segments,
             settings=shared,
-            admin=self._admin if role == "keeper" else None,
+            admin=self._admin if role == "owner" else None,
             require_signature=self._keys,
             op_libraries=tuple(sorted(libraries)),
             slot=slot,
@@ -158,7 +158,7 @@ class Workers:
 
 
 class ChildFailed(WeightswapError):
-    """A keeper or a worker that could not start."""
+    """An owner or a worker that could not start."""
 
 
 def check_shareable(source: ModelSource) -> None:
@@ -198,7 +198,7 @@ class Child:
         pass_on: Callable[[bytes], object] = lambda _: None,
     ) -> None:
         """processes: returns those of all children. timeout: seconds of silence before a process is killed; 0: never.
-        pass_on: takes messages for the keeper.
+        pass_on: takes messages for the owner.
         """
         self._name, self._task, self._totals, self._timeout = task.name, task, totals, timeout
         self._processes, self._pass_on = processes, pass_on
@@ -360,9 +360,9 @@ class Child:
 def environment(task: ChildTask) -> dict[str, str]:
     """Return the environment of a process, without secrets that it does not need.
 
-    The keeper reads weights from wherever they are, and has the admin plane. A worker reads the artifact alone.
+    The owner reads weights from wherever they are, and has the admin plane. A worker reads the artifact alone.
     """
-    reads_urls = task.role == "keeper" or any(is_url(source.artifact) for source in task.sources.values())
+    reads_urls = task.role == "owner" or any(is_url(source.artifact) for source in task.sources.values())
     return {
         name: value
         for name, value in os.environ.items()

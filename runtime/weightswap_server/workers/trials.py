@@ -1,4 +1,4 @@
-"""Canaries of several processes: the keeper starts, judges and ends them, the workers answer and measure."""
+"""Canaries of several processes: the owner starts, judges and ends them, the workers answer and measure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import begin_trial
+from weightswap_runtime.shared.owner import begin_trial
 from weightswap_runtime.shared.worker import WorkerModel
 from weightswap_server.canary import Canary, CanaryPlan, Measured
 from weightswap_server.service.service import Served
@@ -26,12 +26,12 @@ class TrialMeasures(msgspec.Struct, frozen=True):
 
 
 def read_measures(text: str) -> TrialMeasures:
-    """Decode a text of `WorkerTrials.take`."""
+    """Decode a text of `WorkerTrials.drain`."""
     return msgspec.msgpack.decode(b64decode(text), type=TrialMeasures)
 
 
-class KeeperTrials:
-    """The trials of a keeper, which starts its canaries in all workers and collects their measures."""
+class OwnerTrials:
+    """The trials of an owner, which starts its canaries in all workers and collects their measures."""
 
     def __init__(self, models: Iterable[Served]) -> None:
         self._models = {served.name: served for served in models}
@@ -53,20 +53,20 @@ class KeeperTrials:
             served.switch.end_trial()
             return
         assert isinstance(canary.staged, Staged)
-        plan = canary.plan._replace(promote_if="", abort_if="")  # the keeper alone judges
+        plan = canary.plan._replace(promote_if="", abort_if="")  # the owner alone judges
         self._words[served.name] = begin_trial(served.switch, canary.staged, msgspec.msgpack.encode(plan))
 
 
 class WorkerTrials:
-    """The trials of a worker, which checks at each request whether its keeper has one."""
+    """The trials of a worker, which checks at each request whether its owner has one."""
 
     def __init__(self, models: Iterable[Served]) -> None:
         self._models = [_WorkerTrial(served) for served in models if not served.generates]
 
-    def take(self) -> Iterator[str]:
+    def drain(self) -> Iterator[str]:
         """Yield the measures of each trial since the last call, as encoded `TrialMeasures`."""
         for model in self._models:
-            if (measures := model.take()) is not None:
+            if (measures := model.drain()) is not None:
                 yield b64encode(msgspec.msgpack.encode(measures)).decode()  # JSON has no infinities
 
 
@@ -82,7 +82,7 @@ class _WorkerTrial:
         served.sync_canary = self.sync
 
     def sync(self) -> None:
-        """Start or end the canary, as the keeper has."""
+        """Start or end the canary, as the owner has."""
         if self._control.trial == self._seen:
             return
         with self._lock:
@@ -93,9 +93,9 @@ class _WorkerTrial:
                     self._served.set_canary(trial, msgspec.msgpack.decode(trial.terms, type=CanaryPlan))
                 self._seen = word
 
-    def take(self) -> TrialMeasures | None:
+    def drain(self) -> TrialMeasures | None:
         """Return the measures since the last call, or None without a trial."""
         self.sync()
         with self._lock:
             canary = self._served.canary
-            return TrialMeasures(self._served.name, self._seen, canary.take()) if canary is not None else None
+            return TrialMeasures(self._served.name, self._seen, canary.drain()) if canary is not None else None

@@ -1,4 +1,4 @@
-"""`weightswap fleet`: its commands, each of which connects to Ray, asks the fleet's controller, and disconnects."""
+"""`weightswap fleet`: its commands, each of which connects to Ray, asks the fleet's coordinator, and disconnects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 
 from weightswap_runtime.errors import MissingExtra, StageClosed, Unsupported, percent, plural
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState
-from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.sources.location import printable
 from weightswap_tools.terminal import (
     AllowNonfiniteOption,
@@ -153,7 +153,7 @@ def deploy(
     artifact: Annotated[str, typer.Argument(help="The artifact, at a path that all nodes can read.")],
     weights: Annotated[str | None, typer.Option(help="The first weights, if nothing is desired yet.")] = None,
     follow: Annotated[
-        str | None, typer.Option(help="The place of the desired state; by default the directory of the weights.")
+        str | None, typer.Option(help="The store of the desired state; by default the directory of the weights.")
     ] = None,
     name: NameOption = _NAME,
     replicas: Annotated[int, typer.Option(min=1, help="The number of replicas on all nodes together.")] = 1,
@@ -283,7 +283,7 @@ def release(name: NameOption = _NAME, address: AddressOption = "auto", as_json: 
 
 @fleet_command.command()
 def remove(name: NameOption = _NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
-    """Remove a fleet: its replicas, its keepers and their memory. The desired state stays."""
+    """Remove a fleet: its replicas, its agents and their memory. The desired state stays."""
     with errors_as_exit(as_json), cluster(address):
         from weightswap_fleet import Fleet
 
@@ -503,5 +503,5 @@ def _node_row(node: NodeStatus, desired_id: str | None) -> list[str]:
         state += f", preparing {node.preparing[:SHOWN]}"
     if node.trying:
         state += f", trying {node.trying[:SHOWN]}"
-    served = (node.weights_id or ("nothing" if node.keeper else "?"))[:SHOWN]
+    served = (node.weights_id or ("nothing" if node.agent else "?"))[:SHOWN]
     return [node.node, served, str(node.revision), str(len(node.replicas)), state]

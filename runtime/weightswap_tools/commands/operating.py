@@ -61,12 +61,14 @@ def rollback(
     ] = None,
     model: ModelOption = None,
     token_file: TokenOption = None,
-    no_hold: Annotated[bool, typer.Option("--no-hold", help="Do not hold the followed place afterwards.")] = False,
+    no_hold: Annotated[
+        bool, typer.Option("--no-hold", help="Do not hold the followed desired store afterwards.")
+    ] = False,
     why: WhyOption = "",
     revision: RevisionOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve earlier weights. If the server follows a place, that desires them, on hold until `release`."""
+    """Serve earlier weights. If the server follows a desired store, that desires them, on hold until `release`."""
     fields = {"why": why, "to": to, "hold": not no_hold}
     _change("rollback", url, model, token_file, as_json, fields, revision, commits=True)
 
@@ -80,7 +82,7 @@ def hold(
     revision: RevisionOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hold the place that a server follows: nothing is promoted until `release`."""
+    """Hold the desired store that a server follows: nothing is promoted until `release`."""
     _change("hold", url, model, token_file, as_json, {"why": why}, revision)
 
 

@@ -127,7 +127,7 @@ def push(
 def print_change(response: dict[str, Any], as_json: bool, *, commits: bool) -> None:
     """Print the server's answer to a change: its receipt, or else the status after it.
 
-    commits: without a receipt, exit with 1, as the followed place desires weights that are not served yet.
+    commits: without a receipt, exit with 1, as the followed desired store wants weights that are not served yet.
     """
     receipt, status = response["receipt"], response["status"]
     if as_json:
@@ -137,7 +137,7 @@ def print_change(response: dict[str, Any], as_json: bool, *, commits: bool) -> N
     else:
         _print(status)
     if commits and receipt is None:
-        say(f"not served yet: {status['name']} follows the place, which desires the weights", err=True)
+        say(f"not served yet: {status['name']} follows the desired store, which desires the weights", err=True)
         raise typer.Exit(1)
 
 
@@ -381,7 +381,7 @@ def _print(model: dict[str, Any]) -> None:
     if (staged := model["staged"]) and staged["ready"]:
         say(f"staged      {staged['weights_id']}{labels_text(staged['labels'])} by {staged['by']}")
     if following := model["following"]:
-        say(f"follows     {following['place']}, revision {following['revision']}{_agreement(following)}")
+        say(f"follows     {following['desired_store']}, revision {following['revision']}{_agreement(following)}")
     if watching := model["watching"]:
         error = f": {_one_line(watching['error'])}" if watching["error"] else ""
         say(f"watches     {watching['directory']}{error}")

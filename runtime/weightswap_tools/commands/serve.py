@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperOption
 
 from weightswap_runtime.engines.choosing import ENGINES
 from weightswap_runtime.engines.engine import AUTO
-from weightswap_runtime.following.place import known_weights
+from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.format.weight_set import SIGNATURE_SUFFIX
 from weightswap_runtime.live.residency import ResidencyName
 from weightswap_runtime.memory.device_memory import HOST

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from weightswap_runtime.errors import WeightswapError, plural
-from weightswap_runtime.following.intake import Start
+from weightswap_runtime.following.file_queue import Start
 from weightswap_runtime.following.watching import Watching
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.live.receipt import Event, SwapReceipt
@@ -69,9 +69,10 @@ def swap(
         str | None, typer.Option(help="Then swap in each new weight file of this directory or URL, until Ctrl-C.")
     ] = None,
     follow: Annotated[
-        str | None, typer.Option(help="Then serve the desired state at this place (docs/desired.md), until Ctrl-C.")
+        str | None,
+        typer.Option(help="Then serve the desired state at this desired store (docs/desired.md), until Ctrl-C."),
     ] = None,
-    interval: Annotated[float, typer.Option(help="Seconds between polls of the directory or place.")] = 5.0,
+    interval: Annotated[float, typer.Option(help="Seconds between polls of the directory or desired store.")] = 5.0,
     start: Annotated[Start, typer.Option(help="Which existing files of the directory to swap in.")] = "newest",
     keys: KeysOption = None,
     engine: EngineOption = "torch",
@@ -114,7 +115,7 @@ def swap(
     is a line (with --json a JSON document), and refused files do not end the command; Ctrl-C does, with status 0.
     """
     if not checkpoints and watch is None and follow is None:
-        raise typer.BadParameter("give files, or --watch DIR, or --follow PLACE")
+        raise typer.BadParameter("give files, or --watch DIR, or --follow STORE")
     if watch is not None and follow is not None:
         raise typer.BadParameter("--watch and --follow: give only one")
     continuous = watch is not None or follow is not None

@@ -13,7 +13,7 @@ import typer
 
 from weightswap_runtime.errors import NonFiniteWeights, NotPromoted, listed, plural
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights, Hold
-from weightswap_runtime.following.place import DesiredPlace, known_weights
+from weightswap_runtime.following.desired_store import DesiredStore, known_weights
 from weightswap_runtime.format.delta import Delta, write_delta
 from weightswap_runtime.format.identity import Counts
 from weightswap_runtime.format.merging import merge_deltas
@@ -94,7 +94,9 @@ def _share(written: Delta) -> str:
 
 @desired_command.command()
 def desired(
-    place: Annotated[str, typer.Argument(help="The directory that holds desired.json, or its URL.")],
+    desired_store: Annotated[
+        str, typer.Argument(metavar="STORE", help="The directory that holds desired.json, or its URL.")
+    ],
     weights: Annotated[str | None, typer.Option("--set", help="Desire this weight file, a path or URL.")] = None,
     rollback_to: Annotated[
         str | None, typer.Option(help="Desire earlier weights, by a prefix of their id or as `last`, and hold.")
@@ -136,7 +138,7 @@ def desired(
     """
     _check_options(wait and not server, full and compact is None)
     with errors_as_exit(as_json):
-        opened = DesiredPlace(place)
+        opened = DesiredStore(desired_store)
         clients = [AdminClient(url, read_token(token_file)) for url in server or ()]
         based_on = parse_revision(revision, lambda: opened.read().revision)
         said: dict[str, Any] = {"revision": based_on, "by": by, "why": why}
@@ -167,43 +169,43 @@ def _check_options(lacks_server: bool, lacks_compact: bool) -> None:
         raise typer.BadParameter("--full: give --compact FILE, the file to write")
 
 
-def _check_changes(place: DesiredPlace, count: int, revision: int | None, as_json: bool) -> None:
+def _check_changes(desired_store: DesiredStore, count: int, revision: int | None, as_json: bool) -> None:
     """Raise BadParameter for several changes; and for one without a revision, after showing the current state."""
     if count and revision is None:
-        state = place.read()
+        state = desired_store.read()
         if not as_json:
-            _print(place, state)
+            _print(desired_store, state)
         raise typer.BadParameter(f"give --revision {state.revision} if this is what you want to change")
     if count > 1:
         raise typer.BadParameter("give only one of --set, --rollback-to, --hold, --release and --compact")
 
 
-def _set(place: DesiredPlace, weights: str, **options: Any) -> DesiredState:
+def _set(desired_store: DesiredStore, weights: str, **options: Any) -> DesiredState:
     """Set the desired weights. NaN and infinities may be intended, so they are said, and not refused."""
     known, counts = known_weights(weights), _read(weights)
-    state = place.set(weights, known=known, **options)
+    state = desired_store.set(weights, known=known, **options)
     if counts:
         found = listed([f"{name}: {each}" for name, each in sorted(counts.items())])
         say(f"warning: {printable(weights)}: {found}; processes whose weights have none there refuse it", err=True)
     return state
 
 
-def _roll_back(place: DesiredPlace, to: str, *, revision: int, **options: Any) -> DesiredState:
+def _roll_back(desired_store: DesiredStore, to: str, *, revision: int, **options: Any) -> DesiredState:
     """Roll back to weights that processes may serve. Raises NotPromoted, NonFiniteWeights, and what `_read` raises."""
-    target = place.rollback_target(None if to == "last" else to, revision=revision)
-    where = printable(place.locate(target))
-    if any(each.weights_id == target.weights_id for each in place.read().withdrawn):
+    target = desired_store.rollback_target(None if to == "last" else to, revision=revision)
+    where = printable(desired_store.locate(target))
+    if any(each.weights_id == target.weights_id for each in desired_store.read().withdrawn):
         raise NotPromoted(
             f"{where}: its weights {target.weights_id[:SHOWN]} were withdrawn. Roll back to others, or desire these "
             "again with --set.",
             reason="superseded",
         )
     for base in target.bases or ():
-        _read(place.locate(base))
-    counts = sorted(_read(place.locate(target)).items())
+        _read(desired_store.locate(base))
+    counts = sorted(_read(desired_store.locate(target)).items())
     if nan := [f"{name}: {found.nan} NaN" for name, found in counts if found.nan]:
         raise NonFiniteWeights(where, nan, "Roll back to others. If these values are intended, desire them with --set.")
-    return place.rollback(to=target.weights_id, revision=revision, **options)
+    return desired_store.rollback(to=target.weights_id, revision=revision, **options)
 
 
 def _read(source: str | Path) -> Mapping[str, Counts]:
@@ -211,12 +213,14 @@ def _read(source: str | Path) -> Mapping[str, Counts]:
     return {} if isinstance(as_location(source), Url) else check_content(source)
 
 
-def _print(place: DesiredPlace, state: DesiredState, asked: Sequence[_Asked] = (), as_json: bool = False) -> None:
+def _print(
+    desired_store: DesiredStore, state: DesiredState, asked: Sequence[_Asked] = (), as_json: bool = False
+) -> None:
     if as_json:
         servers = {"servers": [each._asdict() for each in asked]} if asked else {}
-        print_json({"place": place.where, **state.as_dict(), **servers})
+        print_json({"desired_store": desired_store.where, **state.as_dict(), **servers})
         return
-    say(f"place       {place.where}")
+    say(f"kept in     {desired_store.where}")
     say(f"revision    {state.revision}")
     if state.weights is None:
         say("desired     nothing yet")
@@ -278,23 +282,23 @@ class _Asked(NamedTuple):
 
 
 def _ask_servers(
-    clients: Sequence[AdminClient], model: str | None, place: str, desired: str | None, timeout: float
+    clients: Sequence[AdminClient], model: str | None, desired_store: str, desired: str | None, timeout: float
 ) -> list[_Asked]:
     """Ask until each server serves the desired weights, or the timeout has passed; return what they said last.
 
-    model: its name on all servers; None: the models that follow the place. Raises AdminRefused.
+    model: its name on all servers; None: the models that follow the desired store. Raises AdminRefused.
     """
     deadline = time.monotonic() + timeout
     with status_line("asking the servers") as update:
         while True:
-            asked = [each for client in clients for each in _ask(client, model, place, desired)]
+            asked = [each for client in clients for each in _ask(client, model, desired_store, desired)]
             if all(each.agrees for each in asked) or time.monotonic() >= deadline:
                 return asked
             update(f"{sum(each.agrees for each in asked)} of {len(asked)} serve the desired weights")
             time.sleep(_POLL_SECONDS)
 
 
-def _ask(client: AdminClient, model: str | None, place: str, desired: str | None) -> Iterator[_Asked]:
+def _ask(client: AdminClient, model: str | None, desired_store: str, desired: str | None) -> Iterator[_Asked]:
     """Yield a row for each model that is meant, or one row that says why there is none."""
     try:
         models = client.get("/admin/status", _PATIENCE)["models"]
@@ -302,8 +306,10 @@ def _ask(client: AdminClient, model: str | None, place: str, desired: str | None
         yield _Asked(client.where, model or "", None, False, str(error).removeprefix(f"{client.where}: "))
         return
     if model is None:
-        meant = [each for each in models if each["following"] and _is_same(each["following"]["place"], place)]
-        what = f"no model follows {place}; give --model if it is mounted elsewhere there"
+        meant = [
+            each for each in models if each["following"] and _is_same(each["following"]["desired_store"], desired_store)
+        ]
+        what = f"no model follows {desired_store}; give --model if it is mounted elsewhere there"
     else:
         meant, what = [each for each in models if each["name"] == model], "has no such model"
     if not meant:
@@ -314,11 +320,11 @@ def _ask(client: AdminClient, model: str | None, place: str, desired: str | None
         yield _Asked(client.where, each["name"], served, agrees, "serves" if agrees else _why_not(each, desired))
 
 
-def _is_same(place: str, other: str) -> bool:
-    """Return whether two texts mean the same place: local ones may differ in `..` and links."""
-    if is_url(place) or is_url(other):
-        return place == other
-    return os.path.realpath(place) == os.path.realpath(other)
+def _is_same(desired_store: str, other: str) -> bool:
+    """Return whether two texts mean the same folder: local ones may differ in `..` and links."""
+    if is_url(desired_store) or is_url(other):
+        return desired_store == other
+    return os.path.realpath(desired_store) == os.path.realpath(other)
 
 
 def _why_not(model: dict[str, Any], desired: str | None) -> str:
@@ -326,5 +332,5 @@ def _why_not(model: dict[str, Any], desired: str | None) -> str:
     if desired is None:
         return "nothing is desired"
     if following is None:
-        return "follows no place"
+        return "follows no desired store"
     return " ".join(following["error"].split()) or f"not yet; has read revision {following['revision']}"

@@ -10,7 +10,14 @@ from typing import Literal
 from weightswap_runtime.engines.graph_archive import calls, check_records
 from weightswap_runtime.errors import ArtifactError, plural
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.manifest import ADAPTER_NAME, CONSTANTS_NAME, Manifest, Method, NamedTensor, WeightSource
+from weightswap_runtime.format.manifest import (
+    CONSTANTS_NAME,
+    CONVERSION_NAME,
+    Manifest,
+    Method,
+    NamedTensor,
+    WeightSource,
+)
 from weightswap_runtime.format.names import by_fqn
 from weightswap_runtime.format.signature import Signature
 from weightswap_runtime.tensors import TensorType
@@ -71,7 +78,7 @@ class ArtifactsDiff(DiffDocument, frozen=True):
 
     @property
     def level(self) -> Level:
-        """Alarm if weight files do not fit; notice if the graph, the adapter or the engines changed."""
+        """Alarm if weight files do not fit; notice if the graph, the conversion or the engines changed."""
         if not self.fits:
             return "alarm"
         changes = self.sources or self.transforms_changed or self.engines
@@ -156,8 +163,8 @@ def compare_artifacts(before: str | os.PathLike[str], after: str | os.PathLike[s
         methods=tuple(_method_changes(one, other)),
         rows=tuple(row for kind in _KINDS for row in _row_changes(kind, getattr(old, kind), getattr(new, kind))),
         constants=_constant_changes(one, other),
-        sources=tuple(_source_changes(old.adapter.sources, new.adapter.sources)),
-        transforms_changed=old.files.get(ADAPTER_NAME) != new.files.get(ADAPTER_NAME),
+        sources=tuple(_source_changes(old.conversion.sources, new.conversion.sources)),
+        transforms_changed=old.files.get(CONVERSION_NAME) != new.files.get(CONVERSION_NAME),
         engines=_engine_changes(old.files, new.files),
         ranks=tuple(_rank_changes(old, new)),
     )

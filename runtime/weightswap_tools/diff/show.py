@@ -62,7 +62,7 @@ It is 0 if nothing changed, and infinite if all of A is zero."""
 _TABLE_NOTE = "The most alarming tensors first. A is before, B is after."
 _CONDITIONS_NOTE = "Conditions of --fail-if. The exit status is 1 if a tensor meets one."
 _HISTOGRAMS_NOTE = "Changed elements by the absolute size of the change, in all tensors and in those that changed most."
-_ANOTHER_ADAPTER = "adapter", "the graph that computes weights from a checkpoint changed"
+_ANOTHER_CONVERSION = "conversion", "the graph that computes weights from a checkpoint changed"
 Failures = Mapping[str, Sequence[str]]  # a condition -> the names of the tensors that meet it
 
 
@@ -117,7 +117,7 @@ def print_artifacts(diff: ArtifactsDiff) -> None:
         _print_method(method)
     for title, _, heads, rows in _artifact_tables(diff):
         print_table(title, heads, rows)
-    print_facts([_ANOTHER_ADAPTER] if diff.transforms_changed else [])
+    print_facts([_ANOTHER_CONVERSION] if diff.transforms_changed else [])
     print_facts(("engine", f"{engine}: {what}") for engine, what in diff.engines.items())
 
 
@@ -127,7 +127,7 @@ def artifacts_report(diff: ArtifactsDiff) -> Report:
     for title, info in (("before", diff.before), ("after", diff.after)):
         facts += [(title, info.where), ("graph id", info.graph_id), ("torch", info.torch)]
     facts += [(f"engine {engine}", what) for engine, what in diff.engines.items()]
-    facts += [_ANOTHER_ADAPTER] if diff.transforms_changed else []
+    facts += [_ANOTHER_CONVERSION] if diff.transforms_changed else []
     sections = (
         Section("Overview", (Facts(tuple(facts)), *(Note(problem, "bad") for problem in diff.misfits))),
         *(Section(f"Method {method.name}", tuple(_method_blocks(method))) for method in diff.methods),

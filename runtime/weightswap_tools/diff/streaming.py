@@ -1,7 +1,7 @@
 """Two sets of tensors side by side: under which names, which tensors are a pair, and what both hold.
 
-Tensors are read in pieces, so that memory does not grow with them. Only what an adapter computes, or a file cannot give
-in pieces, is in memory as a whole.
+Tensors are read in pieces, so that memory does not grow with them. Only what a conversion computes, or a file cannot
+give in pieces, is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Readable(Typed, Protocol):
 
 
 class Computed(NamedTuple):
-    """A tensor that is in memory as a whole: one that an adapter computes, or that can only be read whole."""
+    """A tensor that is in memory as a whole: one that a conversion computes, or that can only be read whole."""
 
     dtype: str
     shape: tuple[int, ...]

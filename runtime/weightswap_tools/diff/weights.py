@@ -120,8 +120,8 @@ def compare_weights(
 
     before, after: safetensors files or URLs, as for `open_weights`; with the exporter installed, also pickled and
     distributed checkpoints, as for `pack`.
-    artifact: read both as its weights, under their FQNs, with keys renamed and values computed by its adapter. Without
-    an artifact, names are compared as they are.
+    artifact: read both as its weights, under their FQNs, with keys renamed and values computed by its conversion.
+    Without an artifact, names are compared as they are.
     keys: "checkpoint" or "fqn", how to read the names of a checkpoint that would fit both ways.
     levels: for each side, the level of the weights in a pickled or distributed checkpoint, as keys joined with dots;
     None for the level that fits the artifact, or else the one with the most tensors.
@@ -129,8 +129,8 @@ def compare_weights(
     progress: called with bytes read and bytes in all, from several threads, one at a time.
 
     Recorded digests and torch's checksums are checked for every tensor that is read. Each thread has a few MiB in
-    memory, whatever the tensors' sizes. Weights that the adapter computes need torch, and the memory of one of them; so
-    do tensors that a checkpoint does not store as one row-major run. Files from before torch 1.6 are read whole.
+    memory, whatever the tensors' sizes. Weights that the conversion computes need torch, and the memory of one of them;
+    so do tensors that a checkpoint does not store as one row-major run. Files from before torch 1.6 are read whole.
 
     Raises WeightFileError and CheckpointError (also for files that change meanwhile), DigestMismatch, ArtifactError,
     MissingExtra, Unsupported, and WeightsMismatch if a set does not fit the artifact.

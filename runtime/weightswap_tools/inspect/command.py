@@ -99,17 +99,17 @@ def _print_artifact(subject: ArtifactSubject) -> None:
     for title, tensors in (("state", manifest.state), ("constants", manifest.constants)):
         if tensors:
             _print_tensors(f"{title}: {size_fact(len(tensors), sum(t.nbytes for t in tensors))}", tensors, manifest)
-    adapter = manifest.adapter
-    if adapter.ignored:
-        say(f"checkpoint keys that are left out: {', '.join(adapter.ignored)}")
-    if adapter.needed:
-        say(f"checkpoint keys that are required, though no weight is made of them: {', '.join(adapter.needed)}")
-    if adapter.untraceable:
-        say(f"checkpoints must be packed, as loading them could not be recorded: {adapter.untraceable}")
+    conversion = manifest.conversion
+    if conversion.ignored:
+        say(f"checkpoint keys that are left out: {', '.join(conversion.ignored)}")
+    if conversion.needed:
+        say(f"checkpoint keys that are required, though no weight is made of them: {', '.join(conversion.needed)}")
+    if conversion.untraceable:
+        say(f"checkpoints must be packed, as loading them could not be recorded: {conversion.untraceable}")
 
 
 def _print_tensors(title: str, tensors: tuple[NamedTensor, ...], manifest: Manifest) -> None:
-    sources = {source.weight: source for source in manifest.adapter.sources}
+    sources = {source.weight: source for source in manifest.conversion.sources}
     rows = [
         [
             tensor.name,

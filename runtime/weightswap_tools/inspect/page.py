@@ -154,7 +154,7 @@ def _graph_section(subject: ArtifactSubject, method: str) -> Section:
 
 
 def _checkpoints_section(manifest: Manifest) -> Section:
-    adapter = manifest.adapter
+    conversion = manifest.conversion
     weights = {weight.name: weight for weight in manifest.weights}
     rows = tuple(
         (
@@ -162,15 +162,15 @@ def _checkpoints_section(manifest: Manifest) -> Section:
             origin_kind(weights[source.weight], source),
             (" or " if source.transform is None else ", ").join(source.keys),
         )
-        for source in adapter.sources
+        for source in conversion.sources
     )
     table = Table(columns("weight", "how", "checkpoint keys"), rows, "How checkpoints become weights")
     blocks: list[Block] = [table]
-    if adapter.untraceable:
-        why = f"Checkpoints must be packed, as loading them could not be recorded: {adapter.untraceable}"
+    if conversion.untraceable:
+        why = f"Checkpoints must be packed, as loading them could not be recorded: {conversion.untraceable}"
         blocks.insert(0, Note(why, "bad"))
-    roles = dict.fromkeys(adapter.ignored, "optional, and ignored")
-    roles |= dict.fromkeys(adapter.needed, "required, though no weight is made of it")
+    roles = dict.fromkeys(conversion.ignored, "optional, and ignored")
+    roles |= dict.fromkeys(conversion.needed, "required, though no weight is made of it")
     if roles:
         blocks.append(Table(columns("key", "role"), tuple(roles.items()), "Other checkpoint keys"))
     return Section("Checkpoints", tuple(blocks))

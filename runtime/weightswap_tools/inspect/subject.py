@@ -359,7 +359,7 @@ def _artifact_document(subject: ArtifactSubject) -> Document:
         "modules": _modules({weight.name: weight.nbytes for weight in manifest.weights}),
         "origins": [
             {"weight": source.weight, "how": origin_kind(weights[source.weight], source), "keys": source.keys}
-            for source in manifest.adapter.sources
+            for source in manifest.conversion.sources
         ],
         "manifest": manifest,
     }

@@ -37,7 +37,7 @@ class Change(NamedTuple):
 def rows(settings: Settings) -> Iterator[Row]:
     """Measure the network of the group `serve`, two sets of weights in turn. Each change of a peer is of all replicas.
 
-    A fleet's replicas change with their node's keeper, by one word in shared memory. All clocks are the same.
+    A fleet's replicas change with their node's agent, by one word in shared memory. All clocks are the same.
     """
     with on_one_thread(), TemporaryDirectory(prefix="weightswap-bench-") as name, _cluster():
         folder = Path(name)
@@ -60,7 +60,7 @@ def rows(settings: Settings) -> Iterator[Row]:
             peer.tell(1 - turn % 2)
             changes["serve.run"].append(peer.run(turn % 2))
         yield from _told(changes, fleet.parts)
-        yield spread("a question to one more keeper", "ms", [fleet.ask_one_more() for _ in range(10 * settings.rounds)])
+        yield spread("a question to one more agent", "ms", [fleet.ask_one_more() for _ in range(10 * settings.rounds)])
         yield _given(settings.rounds)
 
 
@@ -73,7 +73,7 @@ def _given(rounds: int) -> Row:
     rates: tuple[list[float], list[float]] = [], []
     for turn in range(rounds + 1):  # the first one is a warm-up
         ray.get(giver.open.remote(f"memory://{turn}"))
-        relayed = ray.get(taker.take.remote(f"memory://{turn}"))
+        relayed = ray.get(taker.fetch.remote(f"memory://{turn}"))
         whole = ray.get(taker.has_all.remote())
         sent = ray.get(taker.receive.remote(ray.get(giver.listen.remote())))
         if not (whole and ray.get(taker.has_all.remote())):
@@ -153,8 +153,8 @@ class _Fleet:
         return Change(whole * 1e3, receipt.skew * 1e3)
 
     def ask_one_more(self) -> float:
-        """Return the milliseconds that each further keeper adds to a request that is sent to all at the same time."""
-        from weightswap_fleet.coordinator.controller import RayNodes, find_spec
+        """Return the milliseconds that each further agent adds to a request that is sent to all at the same time."""
+        from weightswap_fleet.coordinator.actors import RayNodes, find_spec
         from weightswap_fleet.documents import NodeMethods
 
         nodes = RayNodes(find_spec(self._fleet.name))

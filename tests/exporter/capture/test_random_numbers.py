@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weightswap_exporter import export, pack
-from weightswap_exporter.capture.leftovers import no_seeding
+from weightswap_exporter.capture.side_effects import no_seeding
 from weightswap_runtime import CaptureError, load
 
 X = torch.ones(2, 3)

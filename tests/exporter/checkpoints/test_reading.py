@@ -253,7 +253,7 @@ def test_an_artifact_chooses_the_level_that_fits_it(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_weights_that_the_adapter_computes(tmp_path: Path) -> None:
+def test_weights_that_the_conversion_computes(tmp_path: Path) -> None:
     model = different(lambda: Fused(4), 1)
     artifact = export(model, (torch.zeros(2, 4),), out=tmp_path / "a.artifact")
     packed = pack(model, artifact, out=tmp_path / "v.safetensors").path

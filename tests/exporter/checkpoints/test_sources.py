@@ -23,7 +23,7 @@ from tests.support.checkpoints import (
     tensors,
 )
 from tests.support.composed import Sum
-from tests.support.intake_rig import in_place
+from tests.support.file_queue_rig import in_place
 from tests.support.models import Renamed
 from weightswap_exporter import export, pack
 from weightswap_exporter.checkpoints import torch_files

@@ -256,7 +256,7 @@ def test_weights_that_are_computed_have_to_be_packed(tmp_path: Path) -> None:
     model = Fused(4)
     artifact = export(model, (torch.ones(2, 4),), out=tmp_path / "a")
     safetensors.torch.save_file(dict(model.state_dict()), tmp_path / "c.safetensors")
-    with pytest.raises(WeightsMismatch, match="has to be computed by the adapter"):
+    with pytest.raises(WeightsMismatch, match="has to be computed by the conversion"):
         export_onnx(artifact, tmp_path / "c.safetensors", out=tmp_path / "m.onnx")
     packed = pack(model, artifact, out=tmp_path / "v.safetensors").path
     assert export_onnx(artifact, packed, out=tmp_path / "m.onnx").exists()
@@ -285,10 +285,10 @@ def test_progress_names_the_method_and_its_number(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(compiling, "try_engines", lambda *_: None)
     told: list[str] = []
     methods = {name: MethodSpec(name, (torch.ones(2),)) for name in ("encode", "decode")}
-    artifact = export(TwoWays(), methods=methods, out=tmp_path / "a", tell=told.append)
+    artifact = export(TwoWays(), methods=methods, out=tmp_path / "a", on_step=told.append)
     assert told == ["capturing encode, decode"]
     told.clear()
-    compile_engines(artifact, ["torch", "aoti", "onnx"], tell=told.append)
+    compile_engines(artifact, ["torch", "aoti", "onnx"], on_step=told.append)
     assert told == [
         "compiling encode for the engine aoti (1 of 4)",
         "compiling decode for the engine aoti (2 of 4)",
@@ -306,7 +306,7 @@ def test_an_export_shows_its_progress_on_a_terminal(tmp_path: Path, monkeypatch:
     assert "compiling forward for the engine onnx (1 of 1)" in said.stderr
     assert "compiling" not in CliRunner().invoke(export_command, command).output
     told: list[str] = []
-    export(nn.Linear(2, 2).eval(), (torch.ones(1, 2),), out=tmp_path / "b", tell=told.append)
+    export(nn.Linear(2, 2).eval(), (torch.ones(1, 2),), out=tmp_path / "b", on_step=told.append)
     assert told == ["capturing forward"]
 
 

@@ -42,7 +42,7 @@ def compiled(artifact: Artifact) -> list[str]:
 def test_a_method_has_the_engines_of_the_export_or_its_own(tmp_path: Path) -> None:
     told: list[str] = []
     methods = specs(prefill=("torch",), decode=("torch", "aoti"))
-    artifact = export(Decoder(), methods=methods, out=tmp_path / "a", engines=["onnx"], tell=told.append)
+    artifact = export(Decoder(), methods=methods, out=tmp_path / "a", engines=["onnx"], on_step=told.append)
     assert compiled(artifact) == ["aoti/decode.bin", "onnx/plain.bin"]
     assert told[1:] == [
         "compiling decode for the engine aoti (1 of 2)",

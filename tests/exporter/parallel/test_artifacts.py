@@ -49,7 +49,7 @@ def test_the_tables_are_those_of_the_whole_model(packed: dict[int, Artifact]) ->
         assert manifest.ranks
         assert manifest.format_version == RANKS_VERSION
         assert manifest.packed_for == manifest.ranks.whole == alone.graph_id != manifest.graph_id
-        tables = ("weights", "state", "constants", "adapter")
+        tables = ("weights", "state", "constants", "conversion")
         assert all(getattr(manifest, table) == getattr(alone, table) for table in tables)
         assert {name: method.signature for name, method in manifest.methods.items()} == {
             name: method.signature for name, method in alone.methods.items()

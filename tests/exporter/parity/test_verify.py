@@ -63,7 +63,7 @@ def recipe() -> dict[str, Any]:
 @pytest.mark.parametrize("weights", ["v1.safetensors", "checkpoint.pt"])
 def test_everything_is_verified(weights: str, folder: Path) -> None:
     said: list[str] = []
-    found = verify(folder / "a", folder / weights, recipe(), tell=said.append)
+    found = verify(folder / "a", folder / weights, recipe(), on_step=said.append)
     assert found.same, found.problems
     recorded = "goldens" if weights == "v1.safetensors" else "none"
     assert [(check.engine, check.verified) for check in found.goldens] == [("torch", recorded), ("onnx", recorded)]

@@ -205,7 +205,7 @@ def test_a_fault_at_any_call_changes_nothing(
 ) -> None:
     model = model_of(files, residency)
 
-    model.swap(files.checkpoints[A])  # opens the adapter's graph, which stays open
+    model.swap(files.checkpoints[A])  # opens the conversion's graph, which stays open
     prepare(model, files, way)
     for number in each_call(fault, lambda: way.change(model, files), most):
         prepare(model, files, way)

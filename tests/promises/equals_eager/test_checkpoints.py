@@ -1,4 +1,4 @@
-"""Checkpoints that differ from the weights: swapped in through the adapter, they give what eager computes."""
+"""Checkpoints that differ from the weights: swapped in through the conversion, they give what eager computes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def saved(path: Path, checkpoint: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("residency", ["double", pytest.param("single", marks=pytest.mark.slow)])
 def test_swapping_a_checkpoint_equals_loading_it(case: Case, residency: Any, tmp_path: Path) -> None:
     artifact = case.export(tmp_path / "a.artifact")
-    sources = artifact.manifest.adapter.sources
+    sources = artifact.manifest.conversion.sources
     assert {source.weight for source in sources if source.transform is not None} == case.computed
     assert all(source.keys for source in sources)
     model = load(artifact, residency=residency)
@@ -96,7 +96,7 @@ def test_swapping_a_checkpoint_equals_loading_it(case: Case, residency: Any, tmp
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_skeleton_records_the_adapter_of_a_real_model(case: Case, tmp_path: Path) -> None:
+def test_a_skeleton_records_the_conversion_of_a_real_model(case: Case, tmp_path: Path) -> None:
     hollow = case.export(tmp_path / "hollow.artifact")
     model = different(case.build, 3)
     before = {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}

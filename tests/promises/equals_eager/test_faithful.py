@@ -159,7 +159,7 @@ def test_a_key_that_is_asked_for_must_be_there(tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match="no weight uses these checkpoint keys: transposed"):
         artifact = export(kind().eval(), (X,), out=tmp_path / "a.artifact", load=read, checkpoint=checkpoint)
-    assert artifact.manifest.adapter.needed == ("transposed",)
+    assert artifact.manifest.conversion.needed == ("transposed",)
     path = tmp_path / "c.safetensors"
     safetensors.torch.save_file(checkpoint, path)
     eager = kind().eval()

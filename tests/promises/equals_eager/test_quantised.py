@@ -137,8 +137,8 @@ def test_ties_and_loading_code_of_other_layers_are_recorded(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_quantiser_can_be_the_adapter(tmp_path: Path) -> None:
-    """The quantisation of a float checkpoint is recorded as the adapter, and a server runs it."""
+def test_a_quantiser_can_be_the_conversion(tmp_path: Path) -> None:
+    """The quantisation of a float checkpoint is recorded as the conversion, and a server runs it."""
 
     def load_floats(model: nn.Module, checkpoint: dict[str, Any]) -> None:
         with torch.device("meta"):
@@ -148,7 +148,7 @@ def test_a_quantiser_can_be_the_adapter(tmp_path: Path) -> None:
         model.load_state_dict(quantised_floats.state_dict(), assign=True)
 
     artifact = exported("int8 dynamic", tmp_path / "a.artifact", load=load_floats, checkpoint=floats(0).state_dict())
-    assert not artifact.manifest.adapter.untraceable
+    assert not artifact.manifest.conversion.untraceable
     trained = floats(3)
     safetensors.torch.save_file(trained.state_dict(), tmp_path / "trained.safetensors")
     model = load(artifact.path, tmp_path / "trained.safetensors")

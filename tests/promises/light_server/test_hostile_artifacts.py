@@ -31,7 +31,7 @@ from weightswap_exporter import export, pack
 from weightswap_exporter.capture.archive import method_program
 from weightswap_exporter.parity import compare
 from weightswap_runtime import Artifact, WeightswapError, load
-from weightswap_runtime.format.manifest import ADAPTER_NAME, MANIFEST_NAME
+from weightswap_runtime.format.manifest import CONVERSION_NAME, MANIFEST_NAME
 
 FORWARD = "graphs/forward.pt2"
 MARK = "planted_by_somebody"
@@ -59,7 +59,7 @@ NEVER = (
 
 
 class Split(nn.Module):
-    """Model whose checkpoint has transposed halves of a weight, so that the adapter has a graph."""
+    """Model whose checkpoint has transposed halves of a weight, so that the conversion has a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,8 @@ def _join(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest:
 
 
 class Setting(NamedTuple):
-    """Artifact, two sets of weights (one packed, one that the adapter computes), and a folder that must stay empty."""
+    """Artifact, two sets of weights (one packed, one that the conversion computes), and a folder that must stay
+    empty."""
 
     artifact: Path
     packed: Path
@@ -105,7 +106,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     model = Split().eval()
     dynamic = {"x": {0: torch.export.Dim("rows", max=64)}, "mask": None}
     artifact = export(model, X, out=folder / "a", dynamic_shapes=dynamic)
-    assert ADAPTER_NAME in artifact.manifest.files
+    assert CONVERSION_NAME in artifact.manifest.files
     packed = pack(model, artifact, out=folder / "packed.safetensors").path
     checkpoint = {name: value.contiguous() for name, value in model.state_dict().items()}
     safetensors.torch.save_file(checkpoint, folder / "c.safetensors")
@@ -273,8 +274,8 @@ def check(setting: Setting, name: str, count: int | None, seed: int, folder: Pat
         shutil.rmtree(artifact)
 
 
-FILES = [FORWARD, ADAPTER_NAME, MANIFEST_NAME]
-QUICK = [FORWARD, pytest.param(ADAPTER_NAME, marks=pytest.mark.slow), MANIFEST_NAME]
+FILES = [FORWARD, CONVERSION_NAME, MANIFEST_NAME]
+QUICK = [FORWARD, pytest.param(CONVERSION_NAME, marks=pytest.mark.slow), MANIFEST_NAME]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

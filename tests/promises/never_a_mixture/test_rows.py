@@ -29,7 +29,7 @@ from weightswap_runtime import (
     native,
     write_delta,
 )
-from weightswap_runtime.shared.keeper import Segment, keep
+from weightswap_runtime.shared.owner import Segment, own
 
 
 class Tables(nn.Module):
@@ -206,7 +206,7 @@ def test_hash_trees_take_no_more_than_they_may(files: Files, most: int | None, s
         if shared:  # one process has the trees of all workers
             segment = Segment.create(Artifact.open(files.artifact).manifest.weights, 1)
             stack.callback(segment.close)
-            model = keep(files.artifact, segment, max_hash_trees=most)
+            model = own(files.artifact, segment, max_hash_trees=most)
         else:
             model = load(files.artifact, max_hash_trees=most)
         model.swap(first)

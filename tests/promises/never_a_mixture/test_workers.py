@@ -18,17 +18,17 @@ from tests import ROOT
 from tests.support.sharing import segment
 from tests.support.watched import eventually
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import Segment
+from weightswap_runtime.shared.owner import Segment
 
 WORKERS = 3
 
 
 class _Crew:
-    """A keeper and workers in processes."""
+    """An owner and workers in processes."""
 
     def __init__(self, shared: Segment, folder: Path) -> None:
         self.folder = folder
-        self.kills = {"keeper": 0, "worker": 0}
+        self.kills = {"owner": 0, "worker": 0}
         self._shared, self._mapped, self._control = shared, shared.read_only(), Control(shared.control)
         self._living: dict[int, subprocess.Popen[bytes]] = {}
         self._logs: dict[int, Path] = {}
@@ -36,8 +36,8 @@ class _Crew:
             self._start(slot)
 
     def _start(self, slot: int) -> None:
-        """Start a process; slot -1 is the keeper's."""
-        role, memory = ("keeper", self._shared) if slot < 0 else ("worker", self._mapped)
+        """Start a process; slot -1 is the owner's."""
+        role, memory = ("owner", self._shared) if slot < 0 else ("worker", self._mapped)
         command = [
             sys.executable,
             "-W",
@@ -66,7 +66,7 @@ class _Crew:
         if slot >= 0:
             self._control.empty_slot(slot)
         if replace:
-            self.kills["keeper" if slot < 0 else "worker"] += 1
+            self.kills["owner" if slot < 0 else "worker"] += 1
             self._start(slot)
 
     def end(self) -> None:
@@ -87,7 +87,7 @@ def _has_done_enough(folder: Path, seconds: float) -> bool:
     events = _lines(folder, "worker")
     tried = {number for what, _, number in events if what == "trial"}
     calls = sum(what == "call" for what, _, _ in events)
-    return calls > 10 * seconds and len(_lines(folder, "keeper")) > seconds and len(tried) > seconds
+    return calls > 10 * seconds and len(_lines(folder, "owner")) > seconds and len(tried) > seconds
 
 
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])
@@ -112,7 +112,7 @@ def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
             crew.end()
     calls, commits = (
         _lines(tmp_path, "worker"),
-        sorted((when, number) for _, when, number in _lines(tmp_path, "keeper")),
+        sorted((when, number) for _, when, number in _lines(tmp_path, "owner")),
     )
     assert [call for call in calls if call[0] == "mixed"] == []
     trials = [call for call in calls if call[0] == "trial"]

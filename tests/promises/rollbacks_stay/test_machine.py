@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.support.refusals import because
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact
-from weightswap_fleet.documents import Spec
-from weightswap_fleet.node.keeper import NodeKeeper
+from weightswap_fleet.documents import DeploymentSpec
+from weightswap_fleet.node.agent import NodeAgent
 from weightswap_runtime import (
     DesiredError,
-    DesiredPlace,
+    DesiredStore,
     Event,
     NothingToRollBack,
     NotPromoted,
@@ -40,10 +40,10 @@ stale = st.integers(0, 2)  # revisions by which a writer is behind
 class Process:
     """Follower without threads: it serves a weights id, and refuses broken files."""
 
-    def __init__(self, _: TinyArtifact, place: DesiredPlace, broken: set[str]) -> None:
+    def __init__(self, _: TinyArtifact, desired_store: DesiredStore, broken: set[str]) -> None:
         self.served: str | None = None
         self.log: list[str] = []
-        self.reconciler = Reconciler(place, 1.0, lambda: self.now)
+        self.reconciler = Reconciler(desired_store, 1.0, lambda: self.now)
         self.now = 0.0
         self._broken = broken
 
@@ -51,9 +51,9 @@ class Process:
     def serves_nothing(self) -> bool:
         return self.served is None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.now += 1000.0
-        self.reconciler.look(self)
+        self.reconciler.poll(self)
 
     def close(self) -> None: ...
 
@@ -73,22 +73,22 @@ class Process:
 
 
 class Node:
-    """Follower of a fleet: a node's keeper."""
+    """Follower of a fleet: a node's owner."""
 
-    def __init__(self, tiny: TinyArtifact, place: DesiredPlace, broken: set[str]) -> None:
+    def __init__(self, tiny: TinyArtifact, desired_store: DesiredStore, broken: set[str]) -> None:
         self.now = 0.0
-        spec = Spec("fleet", str(tiny.path), tiny.manifest.graph_id, place.where, "tiny", 0.0)
-        self._keeper = keeper = NodeKeeper(spec, uuid4().hex, lambda: self.now)
-        self.log = [keeper.model.weights_id] if keeper.model.weights_id else []
-        keeper.model.listen(self._note)
-        stage = keeper._weights.stage
+        spec = DeploymentSpec("fleet", str(tiny.path), tiny.manifest.graph_id, desired_store.where, "tiny", 0.0)
+        self._owner_process = owner = NodeAgent(spec, uuid4().hex, lambda: self.now)
+        self.log = [owner.model.weights_id] if owner.model.weights_id else []
+        owner.model.listen(self._note)
+        stage = owner._weights.stage
 
         def unless_broken(path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
             if weights.weights_id in broken:
                 raise WeightFileError("cannot be read")
             return stage(path, weights, reader)
 
-        keeper._weights.stage = unless_broken  # type: ignore[method-assign]
+        owner._weights.stage = unless_broken  # type: ignore[method-assign]
 
     def _note(self, event: Event) -> None:
         if event.receipt is not None:
@@ -96,14 +96,14 @@ class Node:
 
     @property
     def served(self) -> str | None:
-        return self._keeper.model.weights_id
+        return self._owner_process.model.weights_id
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.now += 1000.0
-        self._keeper.reconcile()
+        self._owner_process.reconcile()
 
     def close(self) -> None:
-        self._keeper.close()
+        self._owner_process.close()
 
 
 class Machine(RuleBasedStateMachine):
@@ -117,7 +117,7 @@ class Machine(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(dir=self.tiny.path.parent))
         self.folder = self.root / "service"
         self.folder.mkdir()
-        self.place = DesiredPlace(self.folder)
+        self.desired_store = DesiredStore(self.folder)
         self.paths = [
             self.tiny.write(self.folder / f"v{seed}.safetensors", self.tiny.values(seed)) for seed in range(SETS)
         ]
@@ -132,7 +132,7 @@ class Machine(RuleBasedStateMachine):
         self.held = False
 
     def _start(self) -> Process | Node:
-        return self.follower(self.tiny, self.place, self.broken)
+        return self.follower(self.tiny, self.desired_store, self.broken)
 
     def teardown(self) -> None:
         for process in self.processes:
@@ -159,9 +159,9 @@ class Machine(RuleBasedStateMachine):
     def set_by_hand(self, which: int, behind: int) -> None:
         if behind:
             with pytest.raises(RevisionConflict):
-                self.place.set(self.paths[which], revision=self.revision - behind)
+                self.desired_store.set(self.paths[which], revision=self.revision - behind)
             return
-        self.place.set(self.paths[which], revision=self.revision)
+        self.desired_store.set(self.paths[which], revision=self.revision)
         self._desire(self.ids[which])
 
     @precondition(lambda self: not self.away)
@@ -169,15 +169,15 @@ class Machine(RuleBasedStateMachine):
     def promote(self, which: int) -> None:
         new = self.ids[which]
         if new == self.desired:
-            assert self.place.promote(self.paths[which]).revision == self.revision
+            assert self.desired_store.promote(self.paths[which]).revision == self.revision
         elif new in self.withdrawn:
             with pytest.raises(NotPromoted, check=because("superseded")):
-                self.place.promote(self.paths[which])
+                self.desired_store.promote(self.paths[which])
         elif self.held:
             with pytest.raises(NotPromoted, check=because("held")):
-                self.place.promote(self.paths[which])
+                self.desired_store.promote(self.paths[which])
         else:
-            self.place.promote(self.paths[which])
+            self.desired_store.promote(self.paths[which])
             self._desire(new)
 
     @precondition(lambda self: not self.away)
@@ -186,20 +186,20 @@ class Machine(RuleBasedStateMachine):
         to = None if which is None else self.ids[which]
         if behind:
             with pytest.raises(RevisionConflict):
-                self.place.rollback(to=to, revision=self.revision - behind, hold=hold)
+                self.desired_store.rollback(to=to, revision=self.revision - behind, hold=hold)
             return
         target = to if to is not None else (self.history[-1] if self.history else None)
         if target is None or target not in (*self.history, *self.withdrawn):
             with pytest.raises(NothingToRollBack):
-                self.place.rollback(to=to, revision=self.revision, hold=hold)
+                self.desired_store.rollback(to=to, revision=self.revision, hold=hold)
             return
-        self.place.rollback(to=to, revision=self.revision, hold=hold)
+        self.desired_store.rollback(to=to, revision=self.revision, hold=hold)
         self.held = self.held or hold
         if target in self.history:
-            place = self.history.index(target)
-            later = [*self.history[place + 1 :], *([self.desired] if self.desired else [])]
+            desired_store = self.history.index(target)
+            later = [*self.history[desired_store + 1 :], *([self.desired] if self.desired else [])]
             self.withdrawn = [each for each in self.withdrawn if each not in later] + later
-            self.history = self.history[:place]
+            self.history = self.history[:desired_store]
             self._wrote(target)
         else:
             self._desire(target)
@@ -208,15 +208,15 @@ class Machine(RuleBasedStateMachine):
     @rule(hold=st.booleans())
     def hold_or_release(self, hold: bool) -> None:
         if hold:
-            self.place.hold(revision=self.revision)
+            self.desired_store.hold(revision=self.revision)
         else:
-            self.place.release(revision=self.revision)
+            self.desired_store.release(revision=self.revision)
         self.held = hold
         self.revision += 1
 
     @rule(which=followers)
-    def look(self, which: int) -> None:
-        self.processes[which].look()
+    def poll(self, which: int) -> None:
+        self.processes[which].poll()
 
     @rule(which=followers)
     def restart(self, which: int) -> None:
@@ -235,10 +235,10 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.away)
     @rule(which=sets)
-    def write_to_a_place_that_is_away(self, which: int) -> None:
+    def write_to_a_desired_store_that_is_away(self, which: int) -> None:
         for write in (
-            lambda: self.place.hold(revision=self.revision),
-            lambda: self.place.promote(self.root / "away" / f"v{which}.safetensors"),
+            lambda: self.desired_store.hold(revision=self.revision),
+            lambda: self.desired_store.promote(self.root / "away" / f"v{which}.safetensors"),
         ):
             with pytest.raises(DesiredError):
                 write()
@@ -247,7 +247,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.away)
     @invariant()
     def the_document_says_so(self) -> None:
-        state = self.place.read()
+        state = self.desired_store.read()
         assert state.revision == self.revision
         assert (state.weights.weights_id if state.weights else None) == self.desired
         assert [each.weights_id for each in state.history] == self.history
@@ -263,11 +263,11 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.away and self.desired is not None)
     @invariant()
-    def after_a_look_all_agree(self) -> None:
+    def after_a_poll_all_agree(self) -> None:
         if self.desired in self.broken:
             return
         for process in self.processes:
-            process.look()
+            process.poll()
         assert {process.served for process in self.processes} == {self.desired}
 
 

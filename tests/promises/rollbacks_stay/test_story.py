@@ -20,7 +20,7 @@ HELD = range(13, 16)  # the checkpoints that come while it is on hold
 
 
 class Day:
-    """Trainer's directory that one process watches, a place, and other processes that follow it."""
+    """Trainer's directory that one process watches, a desired store, and other processes that follow it."""
 
     def __init__(self, tiny: TinyArtifact, root: Path, following: str) -> None:
         self.tiny, self.following = tiny, following
@@ -71,7 +71,7 @@ class Day:
 
     def roll_back(self) -> None:
         """Roll back, kill a process, start another, and restart the watching one."""
-        self.service.place.rollback(revision=self.service.revision, by="operator", why="slow")
+        self.service.desired_store.rollback(revision=self.service.revision, by="operator", why="slow")
         assert self.service.desired == self.good[BACK_AT]
         self.agree()
         self.alive.pop(0).kill()
@@ -81,7 +81,7 @@ class Day:
         self.agree()
 
     def release(self) -> None:
-        self.service.place.release(revision=self.service.revision)
+        self.service.desired_store.release(revision=self.service.revision)
         assert eventually(lambda: self.service.desired == self.good[HELD[-1]])
         self.agree()
 

@@ -15,7 +15,7 @@ from tests.support.servers import S3Bucket, S3Server, WebServer
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, eventually
-from weightswap_runtime import DesiredError, DesiredPlace, NotPromoted, RevisionConflict, Unsupported, load
+from weightswap_runtime import DesiredError, DesiredStore, NotPromoted, RevisionConflict, Unsupported, load
 from weightswap_runtime.sources import remote as retries
 
 
@@ -40,30 +40,30 @@ def url(seed: int) -> str:
     return f"s3://weights/service/v{seed}.safetensors"
 
 
-def test_a_place_in_a_bucket(bucket: S3Bucket, tiny: TinyArtifact, tmp_path: Path) -> None:
-    place = DesiredPlace("s3://weights/service")
+def test_a_desired_store_in_a_bucket(bucket: S3Bucket, tiny: TinyArtifact, tmp_path: Path) -> None:
+    desired_store = DesiredStore("s3://weights/service")
     model = load(tiny.path)
     with model.follow("s3://weights/service", SOON) as follower:
-        first = place.set(url(1), revision=0, by="ana")
+        first = desired_store.set(url(1), revision=0, by="ana")
         assert first.weights is not None
         assert first.weights.source == "v1.safetensors"
         assert follower.wait(60, revision=1)
         assert serves(model, 1)
         with pytest.raises(RevisionConflict):
-            place.set(url(2), revision=0)
-        place.promote(url(2))
+            desired_store.set(url(2), revision=0)
+        desired_store.promote(url(2))
         assert follower.wait(60, revision=2)
         assert serves(model, 2)
-        place.rollback(revision=2, by="ana")
+        desired_store.rollback(revision=2, by="ana")
         assert follower.wait(60, revision=3)
         assert serves(model, 1)
     with pytest.raises(NotPromoted, check=because("held")):
-        place.promote(url(3))
+        desired_store.promote(url(3))
     with pytest.raises(NotPromoted, check=because("superseded"), match="then withdrawn"):
-        place.promote(url(2))
+        desired_store.promote(url(2))
     local = tiny.write(tmp_path / "local.safetensors", tiny.values(4))
-    assert place.set(local, revision=3).weights == place.read().weights
-    assert weights_id_of(local) == place.read().weights.weights_id  # type: ignore[union-attr]
+    assert desired_store.set(local, revision=3).weights == desired_store.read().weights
+    assert weights_id_of(local) == desired_store.read().weights.weights_id  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
@@ -72,11 +72,11 @@ def test_two_writers_to_a_bucket_lose_nothing(bucket: S3Bucket) -> None:
     lost: list[int] = []
 
     def write(seed: int) -> None:
-        place = DesiredPlace("s3://weights/service/")
+        desired_store = DesiredStore("s3://weights/service/")
         for _ in range(12):
-            seen = place.read().revision
+            seen = desired_store.read().revision
             try:
-                won.append(place.set(url(seed), revision=seen).revision)
+                won.append(desired_store.set(url(seed), revision=seen).revision)
             except RevisionConflict:
                 lost.append(seen)
 
@@ -86,7 +86,7 @@ def test_two_writers_to_a_bucket_lose_nothing(bucket: S3Bucket) -> None:
     for thread in threads:
         thread.join()
     assert len(won) + len(lost) == 24
-    assert sorted(won) == list(range(1, DesiredPlace("s3://weights/service").read().revision + 1))
+    assert sorted(won) == list(range(1, DesiredStore("s3://weights/service").read().revision + 1))
 
 
 def test_a_bucket_that_is_away_for_a_while(
@@ -94,8 +94,8 @@ def test_a_bucket_that_is_away_for_a_while(
 ) -> None:
     from weightswap_runtime.sources import s3
 
-    place = DesiredPlace("s3://weights/service")
-    place.set(url(1), revision=0)
+    desired_store = DesiredStore("s3://weights/service")
+    desired_store.set(url(1), revision=0)
     model = load(tiny.path)
     with model.follow("s3://weights/service", SOON) as follower:
         assert follower.wait(60)
@@ -109,8 +109,8 @@ def test_a_bucket_that_is_away_for_a_while(
             assert eventually(lambda: not follower.status.reachable)
             assert serves(model, 1)
             with pytest.raises(DesiredError, match="away"):
-                place.hold(revision=1)
-        place.promote(url(2))
+                desired_store.hold(revision=1)
+        desired_store.promote(url(2))
         assert follower.wait(60, revision=2)
         assert serves(model, 2)
         assert eventually(lambda: follower.status.error == "")
@@ -125,8 +125,8 @@ def test_a_web_server_is_read_only(tiny: TinyArtifact, tmp_path: Path, monkeypat
         for name in ("desired.json", "v1.safetensors"):
             web.put(f"service/{name}", (service.folder / name).read_bytes(), modified=None)
         web.put("service/v1.goldens.safetensors", b"\2" + bytes(7) + b"{}")  # a whole file without goldens
-        place = DesiredPlace(f"{web.url}/service/")
-        assert place.read() == service.place.read()
+        desired_store = DesiredStore(f"{web.url}/service/")
+        assert desired_store.read() == service.desired_store.read()
         model = load(tiny.path)
         with model.follow(f"{web.url}/service/", SOON) as follower:
             assert eventually(lambda: "v1.goldens" in follower.status.error)
@@ -143,4 +143,4 @@ def test_a_web_server_is_read_only(tiny: TinyArtifact, tmp_path: Path, monkeypat
             assert eventually(lambda: follower.status.reachable)
         assert serves(model, 1)
         with pytest.raises(Unsupported, match="is not written to"):
-            place.hold(revision=1)
+            desired_store.hold(revision=1)

@@ -36,7 +36,7 @@ from weightswap_runtime import (
 )
 from weightswap_runtime.following.controller import REMEMBERED, Change, Controller, Lease
 from weightswap_runtime.following.desired_state import DesiredWeights
-from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.store import WeightStore
 
 SETS, SECONDS = 4, 10.0
 sets = st.integers(0, SETS - 1)
@@ -86,7 +86,7 @@ class Owner(Controller):
         return self._model.stage(path, expect=weights.weights_id, background=True)
 
 
-def refusing(store: Store) -> AbstractContextManager[Any]:
+def refusing(store: WeightStore) -> AbstractContextManager[Any]:
     def refuse(*_: object) -> None:
         raise WaitTimeout("the test's")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tests.support.intake_rig import in_place
+from tests.support.file_queue_rig import in_place
 from weightswap_runtime import MissingExtra, Unsupported, WeightFileError
 from weightswap_runtime.following.directory import UNKNOWN, Entry, fingerprint, open_directory, order
 from weightswap_runtime.sources.byte_source import CLOCK_TICK_NS

@@ -1,4 +1,4 @@
-"""Followers: a model serves the desired weights of a place, and goes on if the place fails."""
+"""Followers: a model serves the desired weights of a desired store, and goes on if the desired store fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, eventually
 from weightswap_runtime import (
     DesiredError,
-    DesiredPlace,
+    DesiredStore,
     DigestMismatch,
     Event,
     GraphMismatch,
@@ -35,7 +35,7 @@ from weightswap_runtime import (
     load,
 )
 from weightswap_runtime.following import reconciler as reconciling
-from weightswap_runtime.following.place import Known
+from weightswap_runtime.following.desired_store import Known
 from weightswap_runtime.jobs import Job
 
 NO_GOLDENS = b"\2" + bytes(7) + b"{}"  # a whole file, which holds none
@@ -55,12 +55,12 @@ def test_what_is_desired_is_served_from_the_start_and_from_then_on(model: Model,
         for seed in (2, 3):
             service.set(seed)
             assert eventually(lambda: serves(model, seed))  # noqa: B023
-        service.place.rollback(revision=3, by="bo")
+        service.desired_store.rollback(revision=3, by="bo")
         assert follower.wait(60, revision=4)
         assert serves(model, 2)
         status = follower.status
     assert not follower.alive
-    assert (status.place, status.revision, status.on_hold) == (str(service.folder), 4, True)
+    assert (status.desired_store, status.revision, status.on_hold) == (str(service.folder), 4, True)
     assert (status.desired, status.served, status.reachable, status.error) == (
         service.desired,
         model.weights_id,
@@ -82,7 +82,7 @@ def test_a_delta_is_tried_again_when_the_base_that_it_lacked_is_there(
     base = service.folder / "v0.safetensors"
     content = base.read_bytes()
     base.write_bytes(service.tiny.write(tmp_path / "other.safetensors", service.tiny.values(3)).read_bytes())
-    service.place.set(delta(0, 1), revision=1)
+    service.desired_store.set(delta(0, 1), revision=1)
     with model.follow(service.folder, SOON) as follower:
         assert eventually(lambda: isinstance(follower.last_error, UnexpectedWeights))
         assert model.weights_id is None
@@ -111,7 +111,7 @@ def test_nothing_is_served_before_something_is_desired(model: Model, service: Se
         assert follower.wait(60)
 
 
-def test_a_place_may_come_later(model: Model, tiny: TinyArtifact, tmp_path: Path) -> None:
+def test_a_desired_store_may_come_later(model: Model, tiny: TinyArtifact, tmp_path: Path) -> None:
     events: list[Event] = []
     with model.follow(tmp_path / "service", SOON, callback=events.append) as follower:
         assert eventually(lambda: not follower.status.reachable)
@@ -126,10 +126,10 @@ def test_a_place_may_come_later(model: Model, tiny: TinyArtifact, tmp_path: Path
 
 def test_a_model_without_weights_says_that_it_waits_for_the_first(tiny: TinyArtifact, service: Service) -> None:
     events: list[Event] = []
-    service.place.hold(revision=0)
+    service.desired_store.hold(revision=0)
     with load(tiny.path) as model, model.follow(service.folder, SOON, callback=events.append) as follower:
         assert eventually(lambda: bool(events))
-        service.place.release(revision=1)
+        service.desired_store.release(revision=1)
         assert eventually(lambda: follower.status.revision == 2)
         service.set(1)
         assert follower.wait(60)
@@ -137,7 +137,7 @@ def test_a_model_without_weights_says_that_it_waits_for_the_first(tiny: TinyArti
     assert f"weightswap desired {service.folder} --set FILE --revision 1" in str(events[0].error)
 
 
-def test_a_process_that_cannot_reach_the_place_serves_on_and_says_so(
+def test_a_process_that_cannot_reach_the_desired_store_serves_on_and_says_so(
     model: Model, service: Service, tmp_path: Path
 ) -> None:
     service.set(1)
@@ -148,7 +148,7 @@ def test_a_process_that_cannot_reach_the_place_serves_on_and_says_so(
         assert eventually(lambda: not follower.status.reachable)
         assert serves(model, 1)
         assert "no such directory" in follower.status.error
-        DesiredPlace(away).set(service.tiny.write(away / "v2.safetensors", service.tiny.values(2)), revision=1)
+        DesiredStore(away).set(service.tiny.write(away / "v2.safetensors", service.tiny.values(2)), revision=1)
         away.rename(service.folder)
         assert eventually(lambda: serves(model, 2))
         assert eventually(lambda: (follower.last_error, follower.status.reachable) == (None, True))
@@ -179,7 +179,7 @@ def test_an_invalid_document_changes_nothing(content: bytes, model: Model, servi
 
 
 @pytest.mark.parametrize("how", ["removed", "an older copy"])
-def test_a_place_does_not_go_back(how: str, model: Model, service: Service) -> None:
+def test_a_desired_store_does_not_go_back(how: str, model: Model, service: Service) -> None:
     service.set(1)
     document = service.folder / "desired.json"
     old = document.read_bytes()
@@ -249,7 +249,7 @@ def test_weights_that_are_refused_change_nothing_until_they_are_mended(
         spoil(service, path)
         if spoil is not_finite:
             wanted = weights_id_of(path)
-        service.place.promote(path, known=Known(wanted))
+        service.desired_store.promote(path, known=Known(wanted))
         assert eventually(lambda: isinstance(follower.last_error, error))
         assert (serves(model, 1), follower.agrees, bool(follower.status.error)) == (True, False, True)
         time.sleep(5 * SOON)
@@ -298,7 +298,7 @@ def test_what_is_withdrawn_gives_way_to_the_last_good_weights(model: Model, serv
     service.set(3)
     with model.follow(service.folder, SOON) as follower:
         assert follower.wait(60)
-        state = service.place.rollback(revision=3)
+        state = service.desired_store.rollback(revision=3)
         assert eventually(lambda: serves(model, 1))
         assert isinstance(follower.last_error, NonFiniteWeights)
         assert (follower.status.revision, follower.agrees) == (state.revision, False)
@@ -313,7 +313,7 @@ def test_weights_that_are_no_longer_desired_after_staging_are_not_served(
 
     def withdraw(event: Event) -> None:
         if event.kind == "staged" and event.weights_id == bad:
-            service.place.rollback(revision=2)
+            service.desired_store.rollback(revision=2)
 
     served: list[str] = []
     model.listen(lambda event: served.append(event.weights_id or "") if event.kind == "committed" else None)
@@ -330,7 +330,7 @@ def test_weights_still_in_memory_are_served_again_without_their_file(service: Se
         assert follower.wait(60)
         service.set(2)
         assert follower.wait(60, revision=2)
-        state = service.place.rollback(revision=2, by="ana")
+        state = service.desired_store.rollback(revision=2, by="ana")
         assert follower.wait(60, revision=state.revision)
         assert serves(model, 1)
     assert (model.history[-1].kind, model.history[-1].by) == ("rollback", "ana")
@@ -351,7 +351,7 @@ def test_refusals_keep_no_descriptors_and_no_stagings(service: Service) -> None:
             path = service.write(seed)
             wanted = weights_id_of(path)
             damaged(service, path)
-            state = service.place.promote(path, known=Known(wanted))
+            state = service.desired_store.promote(path, known=Known(wanted))
             assert eventually(lambda: follower.status.revision == state.revision and follower.status.error != "")  # noqa: B023
             assert eventually(lambda: path.name in follower.status.error)  # noqa: B023
         assert eventually(lambda: descriptors() <= before)  # the follower may hold its document open at this moment
@@ -364,7 +364,7 @@ def test_goldens_are_tried_as_in_a_swap(service: Service) -> None:
     model = load(service.tiny.path)
     path = service.write(1)
     (service.folder / "v1.goldens.safetensors").write_bytes(b"damaged")
-    service.place.set(path, revision=0)
+    service.desired_store.set(path, revision=0)
     with model.follow(service.folder, SOON) as follower:
         assert eventually(lambda: "v1.goldens" in follower.status.error)
         assert model.generation is None
@@ -383,7 +383,7 @@ def test_an_index_and_its_shards_are_tried_again_when_one_of_their_files_changes
     index = folder / "m.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": shards}))
     weights_id = weights_id_of(service.write(1))
-    service.place.set(index, revision=0, known=Known(weights_id))
+    service.desired_store.set(index, revision=0, known=Known(weights_id))
     model = load(service.tiny.path)
     goldens = folder / "m.goldens.safetensors"
     goldens.write_bytes(NO_GOLDENS)
@@ -425,7 +425,7 @@ def test_a_url_is_followed(model: Model, service: Service, monkeypatch: pytest.M
             assert eventually(lambda: serves(model, 2))
             assert eventually(lambda: follower.status.reachable)
             with pytest.raises(Unsupported, match="memory:// is not written to"):
-                DesiredPlace("memory://followed").hold(revision=2)
+                DesiredStore("memory://followed").hold(revision=2)
     finally:
         memory.rm("/followed", recursive=True)
     assert [event.kind for event in events if event.kind == "unreachable"] == ["unreachable"]
@@ -458,9 +458,9 @@ def test_a_forked_child_does_not_follow(service: Service) -> None:
         assert in_a_child(lambda: model.follow(service.folder, SOON).wait(30))
 
 
-def test_looks_at_a_place_keep_no_descriptors_and_no_memory(service: Service) -> None:
+def test_polls_at_a_desired_store_keep_no_descriptors_and_no_memory(service: Service) -> None:
     model = load(service.tiny.path)
-    place = DesiredPlace(service.folder)
+    desired_store = DesiredStore(service.folder)
     service.set(1)
     with model.follow(service.folder, SOON) as follower:
         assert follower.wait(60)
@@ -469,9 +469,9 @@ def test_looks_at_a_place_keep_no_descriptors_and_no_memory(service: Service) ->
     before = descriptors()
     for _ in range(50):
         with pytest.raises(DesiredError):
-            place.read()
+            desired_store.read()
         with pytest.raises(DesiredError):
-            place.hold(revision=1)
+            desired_store.hold(revision=1)
     assert descriptors() <= before
 
 
@@ -479,7 +479,7 @@ def test_looks_at_a_place_keep_no_descriptors_and_no_memory(service: Service) ->
     ("options", "says"),
     [
         ({"interval": 0}, "interval=0: expected seconds, more than 0"),
-        ({"place": 7}, "expected the path or URL of a directory, got a int"),
+        ({"desired_store": 7}, "expected the path or URL of a directory, got a int"),
         ({"rate_limit": 0}, "rate_limit=0"),
         ({"verify": "no"}, "verify='no'"),
         ({"keys": "names"}, "keys='names'"),
@@ -487,11 +487,11 @@ def test_looks_at_a_place_keep_no_descriptors_and_no_memory(service: Service) ->
 )
 def test_invalid_arguments_are_refused(options: dict[str, Any], says: str, model: Model, service: Service) -> None:
     with pytest.raises(Unsupported, match=says):
-        model.follow(**{"place": service.folder, **options})
+        model.follow(**{"desired_store": service.folder, **options})
     assert model._services == []
 
 
-def test_a_relative_place_stays_what_it_was(
+def test_a_relative_desired_store_stays_what_it_was(
     model: Model, service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(service.folder.parent)
@@ -503,7 +503,7 @@ def test_a_relative_place_stays_what_it_was(
 
 
 def test_retries_wait_longer_and_longer(service: Service) -> None:
-    place = DesiredPlace(service.folder)
+    desired_store = DesiredStore(service.folder)
     service.set(1)
     (service.folder / "v1.safetensors").unlink()
     tries: list[float] = []
@@ -524,15 +524,15 @@ def test_retries_wait_longer_and_longer(service: Service) -> None:
             raise AssertionError(kind)
 
     now = [0.0]
-    reconciler = reconciling.Reconciler(place, 5.0, lambda: now[0])
+    reconciler = reconciling.Reconciler(desired_store, 5.0, lambda: now[0])
     for _ in range(200):
-        assert reconciler.look(Target()) == 5.0
+        assert reconciler.poll(Target()) == 5.0
         now[0] += 5.0
     assert tries[:6] == [0.0, 5.0, 15.0, 35.0, 75.0, 155.0]
     assert max(after - before for before, after in pairwise(tries)) == 300.0
-    service.place.hold(revision=1)
-    reconciler.look(Target())
-    assert tries[-1] == now[0]  # the place says something new
+    service.desired_store.hold(revision=1)
+    reconciler.poll(Target())
+    assert tries[-1] == now[0]  # the desired store says something new
 
 
 def test_a_file_that_is_mended_during_its_refusal_is_retried(service: Service) -> None:
@@ -554,8 +554,8 @@ def test_a_file_that_is_mended_during_its_refusal_is_retried(service: Service) -
 
         def notify(self, kind: str, source: str, error: BaseException) -> None: ...
 
-    reconciler = reconciling.Reconciler(service.place, 5.0, lambda: 0.0)
+    reconciler = reconciling.Reconciler(service.desired_store, 5.0, lambda: 0.0)
     for _ in range(3):
-        reconciler.look(Target())
+        reconciler.poll(Target())
     assert len(tries) == 2
     assert reconciler.last_error is None

@@ -27,7 +27,7 @@ def test_what_is_watched_is_promoted_and_served(model: Model, directory: Directo
             assert eventually(lambda: model.weights_id == weights_id_of(path))  # noqa: B023
         directory.damaged(3)
         assert eventually(lambda: list(watcher.skipped) == ["v3.safetensors"])
-    state = service.place.read()
+    state = service.desired_store.read()
     assert state.weights is not None
     assert (state.weights.weights_id, state.weights.by, state.weights.why) == (model.weights_id, "trainer", "newest")
     assert (state.weights.graph_id, state.weights.source) == (model.graph_id, str(directory.path / "v2.safetensors"))
@@ -53,13 +53,13 @@ def test_an_operators_rollback_is_served_and_binds(model: Model, directory: Dire
         for seed in (1, 2):
             directory.write(seed)
             assert eventually(lambda: model.generation is not None and serves(model, seed))  # noqa: B023
-        service.place.rollback(revision=2, by="ana", why="slow")
+        service.desired_store.rollback(revision=2, by="ana", why="slow")
         assert eventually(lambda: serves(model, 1))
         directory.write(3)
         assert eventually(lambda: reason_of(watcher.last_error) == "held")
         time.sleep(10 * SOON)
         assert serves(model, 1)
-        service.place.release(revision=3)
+        service.desired_store.release(revision=3)
         assert eventually(lambda: serves(model, 3))
     assert [event.kind for event in events].count("waiting") == 1
     assert "on hold by ana: slow" in str(next(event for event in events if event.kind == "waiting"))
@@ -70,10 +70,10 @@ def test_a_watching_that_begins_again_undoes_no_rollback(
     start: Any, tiny: TinyArtifact, directory: Directory, service: Service
 ) -> None:
     for seed in (1, 2, 3, 5):
-        service.place.promote(directory.write(seed))
+        service.desired_store.promote(directory.write(seed))
     directory.write(4)  # was passed over
-    service.place.rollback(revision=4)
-    service.place.release(revision=5)
+    service.desired_store.rollback(revision=4)
+    service.desired_store.release(revision=5)
     model = load(tiny.path)
     with model.watch(directory.path, SOON, start=start, promote=service.folder) as watcher:
         assert eventually(lambda: model.generation is not None)
@@ -92,7 +92,7 @@ def test_weights_that_were_withdrawn_stay_away_under_another_name(
         for seed in (1, 2):
             directory.write(seed)
             assert eventually(lambda: model.generation is not None and serves(model, seed))  # noqa: B023
-        service.place.rollback(revision=2, hold=False, by="ana")
+        service.desired_store.rollback(revision=2, hold=False, by="ana")
         assert eventually(lambda: serves(model, 1))
         tiny.write(directory.path / "v3.safetensors", tiny.values(2))
         assert eventually(lambda: reason_of(watcher.skipped.get("v3.safetensors")) == "superseded")
@@ -115,7 +115,7 @@ def test_a_file_that_is_found_brings_back_nothing_that_was_replaced(
     assert service.revision == 2
 
 
-def test_two_watchers_of_one_place_agree(tiny: TinyArtifact, directory: Directory, service: Service) -> None:
+def test_two_watchers_of_one_desired_store_agree(tiny: TinyArtifact, directory: Directory, service: Service) -> None:
     models = [load(tiny.path) for _ in range(2)]
     watchers = [model.watch(directory.path, SOON, start="all", promote=service.folder) for model in models]
     for seed in range(1, 8):
@@ -133,7 +133,7 @@ def test_a_watcher_that_was_slower_does_not_go_back(tiny: TinyArtifact, director
 
     def hurry(event: Event) -> None:
         if event.kind == "staged" and event.source.endswith("v1.safetensors"):
-            service.place.promote(directory.write(2))
+            service.desired_store.promote(directory.write(2))
 
     directory.write(1)
     with model.watch(directory.path, SOON, promote=service.folder, callback=hurry) as watcher:
@@ -160,7 +160,7 @@ def test_what_nothing_has_proven_is_not_promoted(tiny: TinyArtifact, directory: 
     assert (model.generation, service.revision) == (None, 0)
 
 
-def test_while_the_place_is_away_nothing_is_promoted(
+def test_while_the_desired_store_is_away_nothing_is_promoted(
     tiny: TinyArtifact, directory: Directory, service: Service, tmp_path: Path
 ) -> None:
     model = load(tiny.path)
@@ -188,14 +188,14 @@ def test_a_delta_is_promoted_with_what_leads_to_its_base(
         for seed in (2, 3):
             path = delta(seed - 1, seed).rename(directory.path / f"v{seed}.safetensors")
             assert eventually(lambda: serves(model, seed))  # noqa: B023
-        service.place.rollback(revision=3)
+        service.desired_store.rollback(revision=3)
         assert eventually(lambda: serves(model, 2))
         delta(2, 4).rename(directory.path / "v4.safetensors")
         assert eventually(lambda: reason_of(watcher.last_error) == "held")
         assert serves(model, 2)
-        service.place.release(revision=4)
+        service.desired_store.release(revision=4)
         assert eventually(lambda: serves(model, 4))
-    weights = service.place.read().withdrawn[0]
+    weights = service.desired_store.read().withdrawn[0]
     assert weights.source == str(path)
     assert [each.source for each in weights.bases or ()] == [str(full), str(directory.path / "v2.safetensors")]
     other = load(tiny.path)
@@ -212,10 +212,10 @@ def test_deltas_that_waited_are_promoted_together(
     full = directory.write(1)
     deltas = [delta(seed, seed + 1).rename(directory.path / f"v{seed + 1}.safetensors") for seed in (1, 2, 3)]
     model = load(tiny.path, full)
-    service.place.promote(full)
+    service.desired_store.promote(full)
     with model.watch(directory.path, SOON, promote=service.folder):
         assert eventually(lambda: serves(model, 4))
-    state = service.place.read()
+    state = service.desired_store.read()
     assert state.weights is not None
     assert [receipt.generation for receipt in model.history] == [0, 1]
     assert (state.revision, len(state.history), state.weights.source) == (2, 1, str(deltas[-1]))
@@ -224,7 +224,7 @@ def test_deltas_that_waited_are_promoted_together(
     with other.follow(service.folder, SOON) as follower:
         assert follower.wait(60)
         assert serves(other, 4)
-        service.place.rollback(revision=2)
+        service.desired_store.rollback(revision=2)
         assert follower.wait(60, revision=3)
         assert serves(other, 1)
 
@@ -232,9 +232,9 @@ def test_deltas_that_waited_are_promoted_together(
 def test_deltas_with_weights_that_were_withdrawn_are_not_promoted_together(
     tiny: TinyArtifact, directory: Directory, service: Service, delta: Any
 ) -> None:
-    service.place.promote(directory.write(1))
-    service.place.promote(delta(1, 2))
-    service.place.rollback(revision=2, hold=False)
+    service.desired_store.promote(directory.write(1))
+    service.desired_store.promote(delta(1, 2))
+    service.desired_store.rollback(revision=2, hold=False)
     for seed in (1, 2):
         delta(seed, seed + 1).rename(directory.path / f"v{seed + 1}.safetensors")
     model = load(tiny.path)

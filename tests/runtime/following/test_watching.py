@@ -17,7 +17,7 @@ import torch
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, Directory, eventually, mark, somebody_swaps
 from weightswap_runtime import Event, MissingExtra, Model, StagingBusy, Unsupported, Watcher, load, write_delta
-from weightswap_runtime.following.intake import Intake
+from weightswap_runtime.following.file_queue import FileQueue
 from weightswap_tools.commands.swap import print_event
 
 
@@ -217,7 +217,7 @@ def test_a_url_is_watched(model: Model, tiny: TinyArtifact, tmp_path: Path) -> N
         memory.rm("/watched", recursive=True)
 
 
-def test_looks_keep_their_distance(model: Model, directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polls_keep_their_distance(model: Model, directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     done = threading.Event()
 
@@ -228,21 +228,21 @@ def test_looks_keep_their_distance(model: Model, directory: Directory, monkeypat
             watcher.stop()
 
     monkeypatch.setattr(Watcher, "_wait", wait)
-    looks: list[int] = []
-    original = Intake.look
+    polls: list[int] = []
+    original = FileQueue.poll
 
-    def look(intake: Intake, target: Any) -> float:
-        looks.append(1)
-        if len(looks) % 2:
-            raise RuntimeError("a look's own")
-        return original(intake, target)
+    def poll(file_queue: FileQueue, target: Any) -> float:
+        polls.append(1)
+        if len(polls) % 2:
+            raise RuntimeError("a poll's own")
+        return original(file_queue, target)
 
-    monkeypatch.setattr(Intake, "look", look)
+    monkeypatch.setattr(FileQueue, "poll", poll)
     directory.damaged(1)
     watcher = model.watch(directory.path, 7.0)
     assert done.wait(60)
     assert eventually(lambda: not watcher.alive)
-    assert (waits, len(looks)) == ([7.0] * 20, 20)
+    assert (waits, len(polls)) == ([7.0] * 20, 20)
 
 
 @pytest.mark.parametrize(

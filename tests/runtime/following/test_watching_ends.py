@@ -20,7 +20,7 @@ from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, Directory, environment, eventually, somebody_swaps
 from weightswap_runtime import Event, Model, StageCancelled, Watcher, load
 from weightswap_runtime.jobs import Job
-from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.store import WeightStore
 
 
 @pytest.fixture
@@ -28,14 +28,14 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Let stagings run until they are cancelled; return a threading.Event that is set when one has begun."""
     begun = threading.Event()
 
-    def stage(store: Store, member: object, request: object, job: Job) -> None:
+    def stage(store: WeightStore, member: object, request: object, job: Job) -> None:
         begun.set()
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             job.check()
             time.sleep(SOON)
 
-    monkeypatch.setattr(Store, "stage", stage)
+    monkeypatch.setattr(WeightStore, "stage", stage)
     yield begun
     monkeypatch.undo()
 
@@ -76,7 +76,7 @@ def test_stop_does_not_wait_for_a_swap_by_hand(model: Model, directory: Director
     directory.write(1)
     with model._store.turns._swap_lock:
         watcher = model.watch(directory.path, SOON)
-        assert eventually(lambda: watcher._intake._initial_names is not None)
+        assert eventually(lambda: watcher._queue._initial_names is not None)
         assert watcher.stop(30)
     assert model.generation is None
 
@@ -122,7 +122,7 @@ def test_a_watcher_that_begins_while_its_model_closes_ends(
 def test_a_watcher_that_is_waiting_ends_with_its_model(tiny: TinyArtifact, directory: Directory) -> None:
     model = load(tiny.path)
     watcher = model.watch(directory.path, 1e9)
-    assert eventually(lambda: watcher._intake._initial_names is not None)
+    assert eventually(lambda: watcher._queue._initial_names is not None)
     del model
     gc.collect()
     assert eventually(lambda: not watcher.alive)

@@ -44,8 +44,8 @@ def test_weights_swapped_in_by_another_during_the_wait_are_not_swapped_again(
 
 
 def looked_at(watcher: Watcher, name: str) -> bool:
-    file = watcher._intake._files.get(name)
-    return file is not None and file.peek is not None
+    file = watcher._queue._files.get(name)
+    return file is not None and file.header is not None
 
 
 def test_weights_that_were_rolled_back_stay_away_until_others_come(
@@ -103,11 +103,11 @@ def test_a_file_without_digests_is_not_put_in_again_for_another_mode(
         path.with_suffix(".new").rename(path)
         assert eventually(lambda: model.generation == 1)
         model.swap(tiny.write(tmp_path / "v2.safetensors", tiny.values(2)))
-        looks = watcher._intake._files[path.name].looks
+        polls = watcher._queue._files[path.name].polls
         time.sleep(2 * CLOCK_TICK_NS / 1e9)
         path.chmod(0o640)
-        assert eventually(lambda: watcher._intake._files[path.name].looks < looks)
-        assert eventually(lambda: not watcher._intake._pending() and not watcher._intake._due())
+        assert eventually(lambda: watcher._queue._files[path.name].polls < polls)
+        assert eventually(lambda: not watcher._queue._pending() and not watcher._queue._due())
         assert (model.generation, serves(model, 2), watcher.skipped) == (2, True, {})
 
 

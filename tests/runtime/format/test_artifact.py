@@ -93,9 +93,9 @@ BROKEN = {
         "'../forward.pt2' is not among its files",
     ),
     "a digest that is none": (change(("files", "graphs/forward.pt2"), "abc"), "has no BLAKE3 digest"),
-    "a source missing": (change(("adapter", "sources", 0), None), "does not have one source for each weight"),
+    "a source missing": (change(("conversion", "sources", 0), None), "does not have one source for each weight"),
     "a key for two weights": (
-        change(("adapter", "sources", 1, "keys"), ["w"]),
+        change(("conversion", "sources", 1, "keys"), ["w"]),
         "the checkpoint key 'w' would become 2",
     ),
 }

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import WeightsMismatch
-from weightswap_runtime.format.manifest import Adapter, Manifest, NamedTensor, WeightSource
+from weightswap_runtime.format.manifest import Conversion, Manifest, NamedTensor, WeightSource
 from weightswap_runtime.format.names import KEYS_THEN_NAMES, NAMES, resolve
 from weightswap_runtime.format.safetensors import FileTensor
 
@@ -75,8 +75,8 @@ def test_no_name_is_suggested_twice(tiny: TinyArtifact) -> None:
     rows = tuple(
         type(tiny.manifest.weights[0])(name=f"norm.{name}", dtype="F32", shape=(5,)) for name in ("weight", "bias")
     )
-    adapter = Adapter(sources=tuple(WeightSource(weight=row.name, keys=(row.name,)) for row in rows))
-    manifest = Manifest(**{**fields, "weights": rows, "adapter": adapter})
+    conversion = Conversion(sources=tuple(WeightSource(weight=row.name, keys=(row.name,)) for row in rows))
+    manifest = Manifest(**{**fields, "weights": rows, "conversion": conversion})
     stored = {f"norm.{name}": FileTensor("F32", (5,), 0, 0) for name in ("weights", "gain")}
     with pytest.raises(WeightsMismatch) as refused:
         resolve(stored, manifest, "file")
@@ -96,12 +96,12 @@ def test_long_lists_are_cut_in_the_text_alone(tiny: TinyArtifact) -> None:
 
 
 def crossed(manifest: Manifest) -> Manifest:
-    """Return an adapter whose checkpoint keys are the FQNs of other weights."""
+    """Return a conversion whose checkpoint keys are the FQNs of other weights."""
     fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
     sources = [WeightSource(weight="bias", keys=("other",)), WeightSource(weight="other", keys=("bias",))]
     weights = [weight for weight in manifest.weights if weight.name == "bias"]
     twin = type(weights[0])(name="other", dtype="F32", shape=(5,))
-    return Manifest(**{**fields, "weights": (weights[0], twin), "adapter": Adapter(sources=tuple(sources))})
+    return Manifest(**{**fields, "weights": (weights[0], twin), "conversion": Conversion(sources=tuple(sources))})
 
 
 def test_a_set_that_fits_both_ways_is_refused_unless_it_is_said_which(tiny: TinyArtifact) -> None:
@@ -117,8 +117,8 @@ def test_a_weight_without_keys_says_what_to_do(tiny: TinyArtifact) -> None:
     manifest = crossed(tiny.manifest)
     fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
     sources = (WeightSource(weight="bias", keys=()), WeightSource(weight="other", keys=("other",)))
-    broken = Manifest(**{**fields, "adapter": Adapter(sources=sources)})
-    with pytest.raises(WeightsMismatch, match="bias: the adapter has no checkpoint key for it"):
+    broken = Manifest(**{**fields, "conversion": Conversion(sources=sources)})
+    with pytest.raises(WeightsMismatch, match="bias: the conversion has no checkpoint key for it"):
         resolve({"other": FileTensor("F32", (5,), 0, 0)}, broken, "file", readings=KEYS_THEN_NAMES)
 
 
@@ -172,8 +172,8 @@ def test_a_model_whose_own_names_look_wrapped_is_read_as_it_is(tiny: TinyArtifac
     manifest = crossed(tiny.manifest)
     fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
     weight = type(manifest.weights[0])(name="module.bias", dtype="F32", shape=(5,))
-    adapter = Adapter(sources=(WeightSource(weight="module.bias", keys=("module.bias",)),))
-    named = Manifest(**{**fields, "weights": (weight,), "adapter": adapter})
+    conversion = Conversion(sources=(WeightSource(weight="module.bias", keys=("module.bias",)),))
+    named = Manifest(**{**fields, "weights": (weight,), "conversion": conversion})
     assert resolve({"module.bias": FileTensor("F32", (5,), 0, 0)}, named, "file").found == {
         "module.bias": ("module.bias",)
     }
@@ -181,8 +181,10 @@ def test_a_model_whose_own_names_look_wrapped_is_read_as_it_is(tiny: TinyArtifac
 
 def test_without_recorded_loading_code_only_weight_files_and_declared_fqns_are_accepted(tiny: TinyArtifact) -> None:
     fields = {name: getattr(tiny.manifest, name) for name in tiny.manifest.__struct_fields__}
-    adapter = Adapter(sources=tiny.manifest.adapter.sources, untraceable="hook (model.py, line 3): wants values")
-    manifest = Manifest(**{**fields, "adapter": adapter})
+    conversion = Conversion(
+        sources=tiny.manifest.conversion.sources, untraceable="hook (model.py, line 3): wants values"
+    )
+    manifest = Manifest(**{**fields, "conversion": conversion})
     stored = tensors("weight", "bias", "tied", "steps")
     with pytest.raises(WeightsMismatch, match=r"could not be recorded at export: hook \(model.py, line 3\)"):
         resolve(stored, manifest, "file")
@@ -191,8 +193,8 @@ def test_without_recorded_loading_code_only_weight_files_and_declared_fqns_are_a
 
 def with_layers(manifest: Manifest, count: int) -> Manifest:
     rows = tuple(NamedTensor(name=f"layers.{i}.weight", dtype="F32", shape=(1,)) for i in range(count))
-    adapter = Adapter(sources=tuple(WeightSource(weight=row.name, keys=(row.name,)) for row in rows))
-    return msgspec.structs.replace(manifest, weights=rows, adapter=adapter)
+    conversion = Conversion(sources=tuple(WeightSource(weight=row.name, keys=(row.name,)) for row in rows))
+    return msgspec.structs.replace(manifest, weights=rows, conversion=conversion)
 
 
 def test_many_problems_show_both_missing_and_unexpected_names(tiny: TinyArtifact) -> None:
@@ -220,9 +222,9 @@ def test_names_of_a_peft_adapter_are_reported_with_advice(tiny: TinyArtifact) ->
     assert "merge the adapter into the model first (model.merge_and_unload())" in message
 
 
-def test_an_adapter_that_the_export_has_recorded_is_not_to_be_merged(tiny: TinyArtifact) -> None:
-    adapter = Adapter(sources=(WeightSource(weight="w", keys=(PEFT,)),))
+def test_adapters_that_the_export_has_recorded_are_not_to_be_merged(tiny: TinyArtifact) -> None:
+    conversion = Conversion(sources=(WeightSource(weight="w", keys=(PEFT,)),))
     row = NamedTensor(name="w", dtype="F32", shape=(1,))
-    manifest = msgspec.structs.replace(tiny.manifest, weights=(row,), adapter=adapter)
+    manifest = msgspec.structs.replace(tiny.manifest, weights=(row,), conversion=conversion)
     with pytest.raises(WeightsMismatch, match="Give a checkpoint of the exported architecture"):
         resolve(tensors("base_model.model.other"), manifest, "file")

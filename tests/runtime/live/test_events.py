@@ -27,7 +27,7 @@ from weightswap_runtime import (
     WeightFileError,
     load,
 )
-from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.memory.arena import HostArena
 
 
@@ -172,7 +172,7 @@ def test_a_staging_that_is_given_up_is_told(
     def interrupted(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(Store, "stage", interrupted)
+    monkeypatch.setattr(WeightStore, "stage", interrupted)
     with pytest.raises(raised):
         model.swap(weight_file(2))
     assert told.kinds == ["staging", "cancelled"]
@@ -267,13 +267,13 @@ def test_progress_is_that_of_the_staging_under_way(
     assert model.progress is None
     seen = []
     model.listen(lambda event: seen.append(model.progress))
-    original = Store._stage
+    original = WeightStore._stage
 
-    def look(store: Store, member: object, weights: object, request: object, job: object) -> object:
+    def look(store: WeightStore, member: object, weights: object, request: object, job: object) -> object:
         seen.append(model.progress)
         return original(store, member, weights, request, job)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Store, "_stage", look)
+    monkeypatch.setattr(WeightStore, "_stage", look)
     model.swap(weight_file(2))
     assert seen == [None, ("opening", 0, 0), None, None]
     assert model.progress is None

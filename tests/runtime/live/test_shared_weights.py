@@ -25,7 +25,7 @@ from weightswap_runtime import (
     WeightFileError,
     load,
 )
-from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.store import WeightStore
 
 
 class Encoder(nn.Module):
@@ -97,14 +97,14 @@ def test_goldens_of_a_model_that_is_dropped_meanwhile_do_no_harm(
     files = [pack(nn.Linear(4, 4), first, out=tmp_path / f"v{seed}.safetensors").path for seed in range(2)]
     others: list[Model] = []
 
-    verify = Store._verify
+    verify = WeightStore._verify
 
     def dropping(*args: Any) -> None:
         others.clear()
         gc.collect()
         verify(*args)
 
-    monkeypatch.setattr(Store, "_verify", dropping)
+    monkeypatch.setattr(WeightStore, "_verify", dropping)
     for only in (None, "bias", "weight"):
         one = load(first, files[0], residency=residency, keep_previous="host")  # type: ignore[arg-type]
         others.append(load(second, share=one))

@@ -1,4 +1,4 @@
-"""Models of a keeper and its workers: what is served, what a replaced keeper inherits, and what is refused."""
+"""Models of an owner and its workers: what is served, what a replaced owner inherits, and what is refused."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.memory import host as memory
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import Segment, begin_trial, keep
+from weightswap_runtime.shared.owner import Segment, begin_trial, own
 from weightswap_runtime.shared.worker import WorkerModel, join
 
 
 class Shared(NamedTuple):
-    keeper: Model
+    owner: Model
     workers: list[WorkerModel]
     segment: Segment
 
 
 @pytest.fixture
 def shared(tiny: TinyArtifact) -> Iterator[Shared]:
-    """A keeper and two workers, in one process."""
+    """An owner and two workers, in one process."""
     segment = Segment.create(tiny.manifest.weights, 2)
     mapped = segment.read_only()
-    found = Shared(keep(tiny.path, segment), [join(tiny.path, mapped, slot) for slot in range(2)], segment)
+    found = Shared(own(tiny.path, segment), [join(tiny.path, mapped, slot) for slot in range(2)], segment)
     try:
         yield found
     finally:
-        for model in (found.keeper, *found.workers):
+        for model in (found.owner, *found.workers):
             model.close()
         segment.close()
         mapped.close()
@@ -58,23 +58,23 @@ def _await(done: Callable[[], bool]) -> None:
 
 
 def test_a_commit_is_served_by_all(shared: Shared, weight_file: WriteWeights) -> None:
-    keeper, workers, _ = shared
+    owner, workers, _ = shared
     assert [worker.generation for worker in workers] == [None, None]
     for seed in (1, 2, 3):
-        receipt = keeper.swap(weight_file(seed))
+        receipt = owner.swap(weight_file(seed))
         for worker in workers:
             assert (worker.generation, worker.weights_id) == (receipt.generation, receipt.weights_id)
             assert serves(worker, seed)
-    keeper.rollback()
+    owner.rollback()
     assert all(serves(worker, 2) for worker in workers)
 
 
 def test_workers_call_what_is_on_trial(shared: Shared, weight_file: WriteWeights) -> None:
-    keeper, workers, segment = shared
-    keeper.swap(weight_file(1))
+    owner, workers, segment = shared
+    owner.swap(weight_file(1))
     control = Control(segment.control)
     for ends in (Staged.discard, Staged.commit):
-        staged = keeper.stage(weight_file(2))
+        staged = owner.stage(weight_file(2))
         word = begin_trial(control, staged, b"terms")
         trials = [trial for worker in workers if (trial := worker.find_trial(word)) is not None]
         assert [(trial.weights_id, trial.terms) for trial in trials] == 2 * [(staged.weights_id, b"terms")]
@@ -99,42 +99,42 @@ def test_workers_call_what_is_on_trial(shared: Shared, weight_file: WriteWeights
 def test_a_refused_swap_changes_nobody(
     shared: Shared, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
-    keeper, workers, _ = shared
-    keeper.swap(weight_file(1))
+    owner, workers, _ = shared
+    owner.swap(weight_file(1))
     values = tiny.values(2)
     del values["bias"]
     broken = tmp_path / "broken.safetensors"
     safetensors.torch.save_file(values, broken)
     with pytest.raises(WeightsMismatch):
-        keeper.swap(broken)
+        owner.swap(broken)
     assert all(serves(worker, 1) for worker in workers)
 
 
 def test_pinned_weights_stay(shared: Shared, weight_file: WriteWeights) -> None:
-    keeper, (worker, other), _ = shared
-    keeper.swap(weight_file(1))
+    owner, (worker, other), _ = shared
+    owner.swap(weight_file(1))
     with worker.pin() as session:
-        keeper.swap(weight_file(2))
+        owner.swap(weight_file(2))
         with pytest.raises(WaitTimeout, match=f"held by 1 worker .process {os.getpid()}"):
-            keeper.swap(weight_file(3), timeout=0.05)
+            owner.swap(weight_file(3), timeout=0.05)
         assert torch.equal(session(X), TinyArtifact.eager(1, X))
         assert serves(worker, 2)
         assert serves(other, 2)
-    keeper.swap(weight_file(3))
+    owner.swap(weight_file(3))
     assert serves(worker, 3)
 
 
 def test_workers_tell_of_commits(shared: Shared, weight_file: WriteWeights) -> None:
-    keeper, (worker, _), _ = shared
+    owner, (worker, _), _ = shared
     events: list[Event] = []
     worker.listen(events.append)
-    receipt = keeper.swap(weight_file(1), by="ana")
+    receipt = owner.swap(weight_file(1), by="ana")
     _await(lambda: bool(events))
     assert (events[0].kind, events[0].receipt, events[0].by) == ("committed", receipt, "ana")
     assert worker.history == (receipt,)
-    keeper.swap(weight_file(2))
+    owner.swap(weight_file(2))
     _await(lambda: len(events) == 2)
-    keeper.rollback(by="bo")
+    owner.rollback(by="bo")
     _await(lambda: len(events) == 3)
     assert (events[2].kind, events[2].by) == ("rolled back", "bo")
 
@@ -151,20 +151,20 @@ CHANGES: dict[str, Callable[[Any, Path], object]] = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_workers_change_nothing(what: str, shared: Shared, weight_file: WriteWeights) -> None:
-    shared.keeper.swap(weight_file(1))
-    with pytest.raises(Unsupported, match=f"{what}: .* their keeper changes"):
+    shared.owner.swap(weight_file(1))
+    with pytest.raises(Unsupported, match=f"{what}: .* their owner changes"):
         CHANGES[what](shared.workers[0], weight_file(2))
     assert serves(shared.workers[0], 1)
 
 
 @pytest.mark.usefixtures("_places")
-def test_a_replaced_keeper_goes_on(
+def test_a_replaced_owner_goes_on(
     shared: Shared, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
 ) -> None:
     first, (worker, _), segment = shared
     for seed in (1, 2):
         first.swap(weight_file(seed), by=f"hand {seed}")
-    with keep(tiny.path, segment) as second:
+    with own(tiny.path, segment) as second:
         assert (second.generation, second.weights_id, second.history) == (1, first.weights_id, first.history)
         assert serves(second, 2)
         assert second.swap(delta(2, 3)).generation == 2  # the digests are known, too
@@ -174,21 +174,21 @@ def test_a_replaced_keeper_goes_on(
         assert [receipt.generation for receipt in second.history] == [0, 1, 2, 3]
 
 
-def test_a_keeper_that_died_while_it_staged_leaves_nothing_to_roll_back_to(
+def test_an_owner_that_died_while_it_staged_leaves_nothing_to_roll_back_to(
     shared: Shared, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
     first, (worker, _), segment = shared
     for seed in (1, 2):
         first.swap(weight_file(seed))
     staged = first.stage(weight_file(3))
-    with keep(tiny.path, segment) as second:
+    with own(tiny.path, segment) as second:
         with pytest.raises(NothingToRollBack):
             second.rollback()
         assert serves(worker, 2)
     staged.discard()
 
 
-def test_a_replaced_keeper_does_not_bring_back_what_was_rolled_back(
+def test_a_replaced_owner_does_not_bring_back_what_was_rolled_back(
     shared: Shared, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     first, (worker, _), segment = shared
@@ -198,7 +198,7 @@ def test_a_replaced_keeper_does_not_bring_back_what_was_rolled_back(
     bad = weight_file(2).rename(outbox / "2.safetensors")
     first.swap(bad)
     first.rollback(by="ana")
-    with keep(tiny.path, segment) as second:
+    with own(tiny.path, segment) as second:
         told: list[Event] = []
         with second.watch(outbox, 0.01, callback=told.append):
             _await(lambda: any(event.kind == "skipped" for event in told))
@@ -206,7 +206,7 @@ def test_a_replaced_keeper_does_not_bring_back_what_was_rolled_back(
 
 
 def test_weights_are_never_written_by_workers(shared: Shared, weight_file: WriteWeights) -> None:
-    shared.keeper.swap(weight_file(1))
+    shared.owner.swap(weight_file(1))
     mapped = shared.segment.read_only()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(mapped.arenas[0], b"x", 0)
@@ -219,14 +219,14 @@ def test_weights_are_never_written_by_workers(shared: Shared, weight_file: Write
 def test_memory_that_is_not_there_is_refused(
     shared: Shared, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper, (worker, _), _ = shared
-    keeper.swap(weight_file(1))
-    monkeypatch.setattr("weightswap_runtime.shared.keeper.available", lambda: 100)
+    owner, (worker, _), _ = shared
+    owner.swap(weight_file(1))
+    monkeypatch.setattr("weightswap_runtime.shared.owner.available", lambda: 100)
     with pytest.raises(OutOfMemory, match="bytes of shared memory, but 100 are free"):
-        keeper.swap(weight_file(2))
+        owner.swap(weight_file(2))
     assert serves(worker, 1)
     monkeypatch.undo()
-    keeper.swap(weight_file(2))
+    owner.swap(weight_file(2))
     assert serves(worker, 2)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from tests.support.intake_rig import in_place
+from tests.support.file_queue_rig import in_place
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from tests.support.watched import eventually
 from weightswap_runtime import WeightFileError, load, read_weights, write_delta

@@ -1,4 +1,4 @@
-"""Weights that an adapter's graph computes, from an artifact written by hand."""
+"""Weights that a conversion's graph computes, from an artifact written by hand."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torch import nn
 
 from tests.support.tiny import TinyArtifact, X
 from weightswap_runtime import Artifact, ArtifactError, WeightFileError, WeightsMismatch, load
-from weightswap_runtime.format.manifest import Adapter, AdapterInput, Manifest, WeightSource, encode_manifest
+from weightswap_runtime.format.manifest import Conversion, ConversionInput, Manifest, WeightSource, encode_manifest
 from weightswap_runtime.format.safetensors import TensorRow, pack_ranges, render_header
 from weightswap_runtime.staging import reading as computing
 from weightswap_runtime.staging.transforms import Transforms
 
 OFFSET = torch.tensor([0.25])
 INPUTS = (
-    AdapterInput(kind="key", name="halves", dtype="F32", shape=(2, 5, 3)),
-    AdapterInput(kind="key", name="both", dtype="F32", shape=(6,)),
-    AdapterInput(kind="constant", name="offset", dtype="F32", shape=(1,)),
+    ConversionInput(kind="key", name="halves", dtype="F32", shape=(2, 5, 3)),
+    ConversionInput(kind="key", name="both", dtype="F32", shape=(6,)),
+    ConversionInput(kind="constant", name="offset", dtype="F32", shape=(1,)),
 )
 SOURCES = (
     WeightSource(weight="weight", keys=("halves",), transform=0),
@@ -39,7 +39,7 @@ Values = dict[str, torch.Tensor]
 
 
 class Sum(nn.Module):
-    """Adapter in which `weight` is a sum of transposed halves, and `bias` and `tied` are parts of one tensor."""
+    """Conversion in which `weight` is a sum of transposed halves, and `bias` and `tied` are parts of one tensor."""
 
     def forward(self, halves: torch.Tensor, both: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, ...]:
         bias, tied = both.split([5, 1])
@@ -47,7 +47,7 @@ class Sum(nn.Module):
 
 
 def checkpoint(seed: int) -> Values:
-    """Return the checkpoint from which the adapter computes the weights of `seed`."""
+    """Return the checkpoint from which the conversion computes the weights of `seed`."""
     values = TinyArtifact.values(seed)
     half = values["weight"].t() / 2
     return {
@@ -62,34 +62,34 @@ def saved(path: Path, values: Values) -> Path:
     return path
 
 
-def write_adapter(
-    tiny: TinyArtifact, module: nn.Module, inputs: tuple[AdapterInput, ...] = INPUTS, **changes: Any
+def write_conversion(
+    tiny: TinyArtifact, module: nn.Module, inputs: tuple[ConversionInput, ...] = INPUTS, **changes: Any
 ) -> Manifest:
-    """Give the tiny artifact's adapter a graph; the manifest is not checked."""
+    """Give the tiny artifact's conversion a graph; the manifest is not checked."""
     program = torch.export.export(module, tuple(torch.zeros(item.shape) for item in inputs))
     program._example_inputs = None
     graph = io.BytesIO()
     torch.export.save(program, graph)
     constants = render_header(pack_ranges([TensorRow("offset", "F32", (1,))]), {}) + OFFSET.numpy().tobytes()
-    files = {"adapter.pt2": graph.getvalue(), "adapter.safetensors": constants}
+    files = {"conversion.pt2": graph.getvalue(), "conversion.safetensors": constants}
     for name, content in files.items():
         (tiny.path / name).write_bytes(content)
     fields = {name: getattr(tiny.manifest, name) for name in tiny.manifest.__struct_fields__}
-    fields["adapter"] = Adapter(sources=SOURCES, ignored=("extra",), inputs=inputs)
+    fields["conversion"] = Conversion(sources=SOURCES, ignored=("extra",), inputs=inputs)
     fields["files"] = tiny.manifest.files | {name: blake3(content).hexdigest() for name, content in files.items()}
     manifest = Manifest(**{**fields, **changes})
     tiny.write_manifest(encode_manifest(manifest))
     return manifest
 
 
-def with_adapter(tiny: TinyArtifact, module: nn.Module, **changes: Any) -> Artifact:
-    write_adapter(tiny, module, **changes)
+def with_conversion(tiny: TinyArtifact, module: nn.Module, **changes: Any) -> Artifact:
+    write_conversion(tiny, module, **changes)
     return Artifact.open(tiny.path)
 
 
 @pytest.fixture
 def artifact(tiny: TinyArtifact) -> Artifact:
-    return with_adapter(tiny, Sum())
+    return with_conversion(tiny, Sum())
 
 
 @pytest.mark.parametrize("residency", ["double", "single"])
@@ -142,7 +142,7 @@ def test_shared_inputs_are_read_once(artifact: Artifact, tmp_path: Path, monkeyp
 
 
 class Chain(nn.Module):
-    """Adapter in which each result needs two inputs, one of which the next result needs, too."""
+    """Conversion in which each result needs two inputs, one of which the next result needs, too."""
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(((one * 2).exp() + other).t() for one, other in pairwise(inputs))
@@ -150,11 +150,11 @@ class Chain(nn.Module):
 
 def test_only_one_weight_and_its_inputs_are_held(tiny: TinyArtifact) -> None:
     count = 8
-    inputs = tuple(AdapterInput(kind="key", name=f"k{i}", dtype="F32", shape=(3, 5)) for i in range(count + 1))
+    inputs = tuple(ConversionInput(kind="key", name=f"k{i}", dtype="F32", shape=(3, 5)) for i in range(count + 1))
     rows = tuple(type(tiny.manifest.weights[0])(name=f"w{i}", dtype="F32", shape=(5, 3)) for i in range(count))
     sources = tuple(WeightSource(weight=f"w{i}", keys=(f"k{i}", f"k{i + 1}"), transform=i) for i in range(count))
-    adapter = Adapter(sources=sources, inputs=inputs)
-    manifest = write_adapter(tiny, Chain(), inputs, weights=rows, adapter=adapter)
+    conversion = Conversion(sources=sources, inputs=inputs)
+    manifest = write_conversion(tiny, Chain(), inputs, weights=rows, conversion=conversion)
     transforms = Transforms(Artifact(tiny.path, manifest))
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     read: list[str] = []
@@ -223,7 +223,7 @@ def test_a_file_that_changes_while_weights_are_computed_is_refused(
 
 
 class Fails(Sum):
-    """Adapter that needs indices."""
+    """Conversion that needs indices."""
 
     def forward(self, halves: torch.Tensor, both: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight, bias, tied = super().forward(halves, both, offset)
@@ -231,13 +231,13 @@ class Fails(Sum):
 
 
 def test_an_operator_that_fails_is_a_refused_swap(tiny: TinyArtifact, tmp_path: Path) -> None:
-    artifact = with_adapter(tiny, Fails())
+    artifact = with_conversion(tiny, Fails())
     values = checkpoint(0)
     values["both"][:5] = torch.arange(5)
     model = load(artifact, saved(tmp_path / "good.safetensors", values))
     expected = model(X)
     values["both"][0] = 99
-    with pytest.raises(WeightsMismatch, match="the adapter cannot compute its weights: IndexError"):
+    with pytest.raises(WeightsMismatch, match="the conversion cannot compute its weights: IndexError"):
         model.swap(saved(tmp_path / "bad.safetensors", values))
     assert torch.equal(model(X), expected)
 
@@ -265,27 +265,27 @@ class Branch(Sum):
         return super().forward(halves, both, offset)
 
 
-BAD_ADAPTERS = {
-    "it changes an input": (InPlace(), "has a call of 'torch.ops.aten.add_.Tensor' in an adapter"),
+BAD_CONVERSIONS = {
+    "it changes an input": (InPlace(), "has a call of 'torch.ops.aten.add_.Tensor' in a conversion"),
     "it gives another shape": (Narrow(), "computes F32[2, 5] for weight, expected F32[3, 5]"),
-    "it gives too little": (Two(), "its inputs and outputs are not those of the adapter"),
+    "it gives too little": (Two(), "its inputs and outputs are not those of the conversion"),
     "it has a region of its own": (Branch(), "has a call of 'torch.ops.higher_order.wrap"),
 }
 
 
-@pytest.mark.parametrize(("module", "says"), BAD_ADAPTERS.values(), ids=BAD_ADAPTERS)
-def test_an_adapter_that_is_not_what_the_manifest_says_is_refused(
+@pytest.mark.parametrize(("module", "says"), BAD_CONVERSIONS.values(), ids=BAD_CONVERSIONS)
+def test_a_conversion_that_is_not_what_the_manifest_says_is_refused(
     module: nn.Module, says: str, tiny: TinyArtifact, tmp_path: Path
 ) -> None:
-    artifact = with_adapter(tiny, module)
+    artifact = with_conversion(tiny, module)
     with pytest.raises(ArtifactError) as refused:
         load(artifact, saved(tmp_path / "c.safetensors", checkpoint(0)))
     assert says in str(refused.value)
-    assert "adapter.pt2" in str(refused.value)
+    assert "conversion.pt2" in str(refused.value)
 
 
-def test_an_altered_adapter_is_refused(artifact: Artifact, tmp_path: Path) -> None:
-    for name in ("adapter.safetensors", "adapter.pt2"):
+def test_an_altered_conversion_is_refused(artifact: Artifact, tmp_path: Path) -> None:
+    for name in ("conversion.safetensors", "conversion.pt2"):
         raw = bytearray((artifact.path / name).read_bytes())
         raw[-1] ^= 1
         (artifact.path / name).write_bytes(raw)
@@ -296,16 +296,16 @@ def test_an_altered_adapter_is_refused(artifact: Artifact, tmp_path: Path) -> No
 MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
     "an output twice": (
         {"sources": (*SOURCES[:2], WeightSource(weight="tied", keys=("both",), transform=1), SOURCES[3])},
-        "its adapter does not have one output for each weight that it computes",
+        "its conversion does not have one output for each weight that it computes",
     ),
     "an unknown input": (
         {"sources": (WeightSource(weight="weight", keys=("whole",), transform=0), *SOURCES[1:])},
-        "its adapter computes 'weight' from 'whole', which is not among its inputs",
+        "its conversion computes 'weight' from 'whole', which is not among its inputs",
     ),
-    "an input twice": ({"inputs": (*INPUTS, INPUTS[0])}, "its adapter takes 'halves' twice"),
+    "an input twice": ({"inputs": (*INPUTS, INPUTS[0])}, "its conversion takes 'halves' twice"),
     "an unknown dtype": (
-        {"inputs": (AdapterInput(kind="key", name="halves", dtype="F31", shape=(2,)), *INPUTS[1:])},
-        "its adapter takes 'halves' with the type F31[2]",
+        {"inputs": (ConversionInput(kind="key", name="halves", dtype="F31", shape=(2,)), *INPUTS[1:])},
+        "its conversion takes 'halves' with the type F31[2]",
     ),
 }
 
@@ -314,10 +314,10 @@ MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_manifest_that_contradicts_itself_is_refused(changes: dict[str, Any], says: str, tiny: TinyArtifact) -> None:
     fields = {"sources": SOURCES, "ignored": (), "inputs": INPUTS}
     with pytest.raises(ArtifactError) as refused:
-        with_adapter(tiny, Sum(), adapter=Adapter(**{**fields, **changes}))
+        with_conversion(tiny, Sum(), conversion=Conversion(**{**fields, **changes}))
     assert says in str(refused.value)
 
 
 def test_a_manifest_without_the_adapter_s_files_is_refused(tiny: TinyArtifact) -> None:
-    with pytest.raises(ArtifactError, match=r"'adapter.pt2' is not among its files"):
-        with_adapter(tiny, Sum(), files=tiny.manifest.files)
+    with pytest.raises(ArtifactError, match=r"'conversion.pt2' is not among its files"):
+        with_conversion(tiny, Sum(), files=tiny.manifest.files)

@@ -22,7 +22,7 @@ from tests.support.ports import free_port
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
 from weightswap_exporter import export
 from weightswap_runtime import (
-    DesiredPlace,
+    DesiredStore,
     GraphMismatch,
     Model,
     NonFiniteWeights,
@@ -127,12 +127,12 @@ def test_another_graph_is_refused_by_its_header(
         assert [model.generation for model in models] == [0, 0]
 
 
-def test_a_model_that_follows_a_place_refuses(
+def test_a_model_that_follows_a_desired_store_refuses(
     tiny: TinyArtifact, models: list[Model], weight_file: WriteWeights, tmp_path: Path
 ) -> None:
-    (tmp_path / "place").mkdir()
-    DesiredPlace(tmp_path / "place").set(weight_file(0), revision=0, by="ci")
-    models[1].follow(tmp_path / "place", 0.05)
+    (tmp_path / "desired_store").mkdir()
+    DesiredStore(tmp_path / "desired_store").set(weight_file(0), revision=0, by="ci")
+    models[1].follow(tmp_path / "desired_store", 0.05)
     with closing(Rig(tiny, models)) as rig:
         with pytest.raises(UnexpectedWeights, match="this model follows"):
             rig.sender.send(tiny.values(1))
@@ -282,7 +282,7 @@ def test_a_member_that_fails_at_any_step_leaves_whole_weights(
     models = [load(tiny.path, weight_file(0)) for _ in range(2)]
     begun: list[str] = []
     counting = threading.Event()
-    turn, begin = groups.Members.tell, groups.Members._begin
+    turn, begin = groups.Members.gather_documents, groups.Members._begin
 
     def tell(members: groups.Members, document: Any) -> Any:
         told = turn(members, document)
@@ -297,7 +297,7 @@ def test_a_member_that_fails_at_any_step_leaves_whole_weights(
                 raise members.fail(OSError("the machine has no power"))
         return begin(members, work)
 
-    monkeypatch.setattr(groups.Members, "tell", tell)
+    monkeypatch.setattr(groups.Members, "gather_documents", tell)
     monkeypatch.setattr(groups.Members, "_begin", begin_unless_failed)
     with closing(Rig(tiny, models, timeout=1.0)) as rig:
         with pytest.raises(TransferFailed, match="another rank is gone, or late"):

@@ -216,8 +216,8 @@ def test_ranks_that_send_other_steps_are_refused(rig: Rig, tiny: TinyArtifact) -
 
 @pytest.mark.parametrize("rig", [2], indirect=True)
 def test_bytes_that_change_on_the_way_are_found(rig: Rig, tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    give = groups.Members.give
-    monkeypatch.setattr(groups.Members, "give", lambda members, rows: give(members, memoryview(bytearray(len(rows)))))
+    give = groups.Members.send
+    monkeypatch.setattr(groups.Members, "send", lambda members, rows: give(members, memoryview(bytearray(len(rows)))))
     for refusal in rig.send(lambda rank: cut(tiny.values(1), rank, 2)):
         assert "what rank 1 of the trainer has sent is not what has come" in str(refusal)
     assert serves(rig.model, 0)

@@ -16,7 +16,7 @@ from tests.support.administered import TOKEN, administered
 from tests.support.browser import browser
 from tests.support.served import as_json, ask
 from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_runtime import DesiredPlace, load
+from weightswap_runtime import DesiredStore, load
 from weightswap_server import Server
 
 __all__ = ["browser"]
@@ -38,9 +38,9 @@ def server(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> Ite
 
 
 @pytest.fixture
-def place(weight_file: WriteWeights, tmp_path: Path) -> DesiredPlace:
+def desired_store(weight_file: WriteWeights, tmp_path: Path) -> DesiredStore:
     (tmp_path / "service").mkdir()
-    found = DesiredPlace(tmp_path / "service")
+    found = DesiredStore(tmp_path / "service")
     found.set(weight_file(1), revision=0, by="ana", why="the first")
     return found
 

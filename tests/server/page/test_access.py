@@ -11,7 +11,7 @@ from tests.server.page.conftest import OpenPage, clients, section
 from tests.support.administered import call, change
 from tests.support.browser import FAINT, NAMELESS
 from tests.support.tiny import WriteWeights, serves
-from weightswap_runtime import DesiredPlace
+from weightswap_runtime import DesiredStore
 from weightswap_server import Server
 from weightswap_server.admin.app import OPEN_PATHS
 
@@ -21,11 +21,11 @@ WIDE = "document.documentElement.scrollWidth > innerWidth"
 
 
 @pytest.fixture
-def eventful(server: Server, weight_file: WriteWeights, place: DesiredPlace) -> Server:
+def eventful(server: Server, weight_file: WriteWeights, desired_store: DesiredStore) -> Server:
     """A server whose page has something in each section."""
-    change(server, "follow", place=place.where, interval=0.02)
+    change(server, "follow", desired_store=desired_store.where, interval=0.02)
     change(server, "swap", source=str(weight_file(2)), why="better " * 20)
-    change(server, "swap", source=place.where)
+    change(server, "swap", source=desired_store.where)
     change(server, "hold", why="quiet")
     change(server, "canary", source=str(weight_file(3)), share=0.1)
     return server

@@ -15,7 +15,7 @@ from tests.server.page.conftest import INFER, OpenPage, X, clients, section, sig
 from tests.support.administered import TOKEN, administered, change, status
 from tests.support.served import as_json, ask
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, load
+from weightswap_runtime import DesiredStore, load
 from weightswap_server import Server
 from weightswap_server.admin.operations import ModelOperations
 
@@ -133,9 +133,9 @@ def test_a_staging_is_shown_and_broken_off(server: Server, open_page: OpenPage, 
 
 
 def test_a_rollback_to_what_was_chosen_holds(
-    server: Server, open_page: OpenPage, place: DesiredPlace, weight_file: WriteWeights
+    server: Server, open_page: OpenPage, desired_store: DesiredStore, weight_file: WriteWeights
 ) -> None:
-    change(server, "follow", place=place.where, interval=0.02)
+    change(server, "follow", desired_store=desired_store.where, interval=0.02)
     page = open_page(server)
     for seed in (2, 3):
         change(server, "swap", source=str(weight_file(seed)))
@@ -147,32 +147,32 @@ def test_a_rollback_to_what_was_chosen_holds(
     page.get_by_text(f"serves {first[:12]}").wait_for()
     wait(page, "following", "on hold")
     wait(page, "following", "tags are slow")
-    state = place.read()
+    state = desired_store.read()
     assert (state.weights.weights_id, state.weights.why, state.hold.why) == (first, "tags are slow", "tags are slow")
     assert serves(server.service.served[0].model, 1)
     section(page, "following").get_by_role("button", name="Release").click()
     confirm(page, "Release")
     section(page, "following").get_by_role("button", name="Hold").click()
-    assert place.read().hold is None
+    assert desired_store.read().hold is None
     confirm(page, "Hold", "a quiet evening")
     wait(page, "following", "a quiet evening")
-    assert place.read().hold.by == "token"
+    assert desired_store.read().hold.by == "token"
 
 
 def test_what_was_withdrawn_or_refused_is_called_that(
-    server: Server, open_page: OpenPage, place: DesiredPlace, tiny: TinyArtifact, weight_file: WriteWeights
+    server: Server, open_page: OpenPage, desired_store: DesiredStore, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
     """No button leads to what was refused; what is refused only then is said in the dialog, and nothing is written."""
     values = tiny.values(2) | {"bias": torch.full((5,), torch.nan)}
-    nan = place.set(tiny.write(weight_file(1).with_name("nan.safetensors"), values), revision=1, by="bo")
-    place.set(weight_file(3), revision=2, by="ana")
-    place.set(weight_file(4), revision=3, by="ana")
-    change(server, "follow", place=place.where, interval=0.02)
+    nan = desired_store.set(tiny.write(weight_file(1).with_name("nan.safetensors"), values), revision=1, by="bo")
+    desired_store.set(weight_file(3), revision=2, by="ana")
+    desired_store.set(weight_file(4), revision=3, by="ana")
+    change(server, "follow", desired_store=desired_store.where, interval=0.02)
     model = server.service.served[0].model
     assert model.watching[0].wait(20, revision=4)
     page = open_page(server, expected="422")
     page.get_by_role("button", name=f"Roll back to {nan.weights_id[:12]}").click()
-    before = place.read()
+    before = desired_store.read()
     dialog = page.get_by_role("dialog")
     dialog.get_by_text("which has revision 4").wait_for()
     confirm(page, "Roll back")
@@ -180,7 +180,7 @@ def test_what_was_withdrawn_or_refused_is_called_that(
     assert [each.text_content() for each in dialog.get_by_role("alert").all()] == [
         f"NonFiniteWeights: {model_refusals(server)[-1]}"
     ]
-    assert place.read() == before
+    assert desired_store.read() == before
     page.keyboard.press("Escape")
     entry = section(page, "history").get_by_role("listitem").filter(has_text=nan.weights_id[:12]).first
     entry.get_by_text("refused", exact=True).wait_for()
@@ -211,7 +211,7 @@ def model_refusals(server: Server) -> list[str]:
 def test_a_long_refusal_is_folded(server: Server, open_page: OpenPage, tmp_path: Path) -> None:
     """Its beginning and what to do stay; and there is no section of what the model does not have."""
     page = open_page(server)
-    save_file({f"layer.{place}": torch.ones(1) for place in range(20)}, tmp_path / "many.safetensors")
+    save_file({f"layer.{desired_store}": torch.ones(1) for desired_store in range(20)}, tmp_path / "many.safetensors")
     refused = change(server, "swap", source=str(tmp_path / "many.safetensors")).json["error"]
     entry = section(page, "history").get_by_role("listitem").first
     entry.get_by_text(refused.splitlines()[-1]).wait_for()
@@ -223,11 +223,11 @@ def test_a_long_refusal_is_folded(server: Server, open_page: OpenPage, tmp_path:
 
 
 def test_the_history_of_an_earlier_server(
-    tiny: TinyArtifact, weight_file: WriteWeights, place: DesiredPlace, open_page: OpenPage
+    tiny: TinyArtifact, weight_file: WriteWeights, desired_store: DesiredStore, open_page: OpenPage
 ) -> None:
-    place.set(weight_file(2), revision=1, by="bo", why="the second")
+    desired_store.set(weight_file(2), revision=1, by="bo", why="the second")
     model = load(tiny.path)
-    model.follow(place.where, interval=0.1)
+    model.follow(desired_store.where, interval=0.1)
     with administered({"tiny": model}) as server:
         wait(open_page(server), "history", "desired by ana, before this process was started")
 

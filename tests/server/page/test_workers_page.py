@@ -22,7 +22,7 @@ WIDE = "document.documentElement.scrollWidth > innerWidth"
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     with serving(
-        tmp_path, 2, "--follow", str(tmp_path / "place"), "--admin-port", "0", "--worker-timeout", "6"
+        tmp_path, 2, "--follow", str(tmp_path / "desired_store"), "--admin-port", "0", "--worker-timeout", "6"
     ) as found:
         yield found
 
@@ -37,7 +37,7 @@ def test_all_processes_are_shown(fleet: Fleet, open_page: OpenPage, number: int)
     assert found is not None
     page: Any = open_page(cast("Server", SimpleNamespace(admin=SimpleNamespace(where=found[1]))))
     rows = section(page, "processes").locator("tbody tr")
-    for row, name in enumerate(("keeper", "worker 0", "worker 1")):
+    for row, name in enumerate(("owner", "worker 0", "worker 1")):
         rows.nth(row).get_by_text(name).wait_for()
         rows.nth(row).get_by_text("ready").wait_for()
     wanted = fleet.desire(2)

@@ -31,7 +31,7 @@ def run(*arguments: object, status: int = 0) -> str:
 def test_the_desired_state_is_shown(service: Service) -> None:
     assert "desired     nothing yet" in run(service.folder)
     first, second = service.promote(1), service.promote(2)
-    service.place.rollback(revision=2, by="ana", why="slow\x1b[2J")
+    service.desired_store.rollback(revision=2, by="ana", why="slow\x1b[2J")
     said = run(service.folder)
     assert f"weights id  {first}" in said
     assert r"by ana: slow\x1b[2J" in said
@@ -49,21 +49,21 @@ def test_a_change_names_the_revision_that_was_seen(service: Service) -> None:
     assert "by ana: first" in said
     refused = json.loads(run(service.folder, "--hold", "--revision", 0, "--json", status=1).partition("\n")[2])
     assert refused["error"] == "RevisionConflict"
-    assert service.place.read().hold is None
+    assert service.desired_store.read().hold is None
 
 
 def test_changes_by_every_option(service: Service) -> None:
     ids = [service.promote(seed) for seed in (1, 2, 3)]
     run(service.folder, "--rollback-to", ids[0][:8], "--revision", 3, "--no-hold")
-    assert (service.desired, service.place.read().hold) == (ids[0], None)
+    assert (service.desired, service.desired_store.read().hold) == (ids[0], None)
     run(service.folder, "--hold", "--revision", 4, "--by", "bo")
     document = json.loads(run(service.folder, "--json"))
-    assert (document["place"], document["revision"], document["hold"]["by"]) == (str(service.folder), 5, "bo")
+    assert (document["desired_store"], document["revision"], document["hold"]["by"]) == (str(service.folder), 5, "bo")
     run(service.folder, "--release", "--revision", 5)
     service.set(2)
     run(service.folder, "--rollback-to", "last", "--revision", 7)
     assert service.desired == ids[0]
-    assert service.place.read().hold is not None
+    assert service.desired_store.read().hold is not None
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_refused_changes_say_why(arguments: tuple[str, ...], status: int, says: 
 def spoiled(service: Service, seed: int, **values: torch.Tensor) -> str:
     """Desire weights with other values, as a trainer that checks nothing, and return their id."""
     path = service.tiny.write(service.folder / f"v{seed}.safetensors", service.tiny.values(seed) | values)
-    state = service.place.promote(path, by="trainer")
+    state = service.desired_store.promote(path, by="trainer")
     assert state.weights is not None
     return state.weights.weights_id
 
@@ -94,7 +94,7 @@ def test_a_rollback_to_what_processes_would_refuse_writes_nothing(service: Servi
     bad = spoiled(service, 2, bias=torch.full((5,), torch.nan))
     masked = spoiled(service, 3, bias=torch.full((5,), -torch.inf))
     last = service.promote(4)
-    before = service.place.read()
+    before = service.desired_store.read()
     said = run(service.folder, "--rollback-to", bad[:12], "--revision", 4, status=1)
     assert "NonFiniteWeights" in said
     assert "bias: 5 NaN" in said
@@ -103,7 +103,7 @@ def test_a_rollback_to_what_processes_would_refuse_writes_nothing(service: Servi
     (service.folder / "v1.safetensors").write_bytes(content)
     assert "DigestMismatch" in run(service.folder, "--rollback-to", good[:12], "--revision", 4, status=1)
     assert "RevisionConflict" in run(service.folder, "--rollback-to", bad[:12], "--revision", 3, status=1)
-    assert service.place.read() == before
+    assert service.desired_store.read() == before
 
     run(service.folder, "--rollback-to", masked[:12], "--revision", 4)
     assert service.desired == masked
@@ -117,12 +117,12 @@ def test_a_rollback_to_what_processes_would_refuse_writes_nothing(service: Servi
 
 def test_a_rollback_reads_what_leads_to_a_delta(service: Service, delta: WriteDelta, weight_file: WriteWeights) -> None:
     for revision, source in enumerate((weight_file(1), delta(1, 2), weight_file(3))):
-        service.place.set(source, revision=revision)
-    before = service.place.read()
+        service.desired_store.set(source, revision=revision)
+    before = service.desired_store.read()
     content = weight_file(1).read_bytes()
     weight_file(1).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert "DigestMismatch" in run(service.folder, "--rollback-to", "last", "--revision", 3, status=1)
-    assert service.place.read() == before
+    assert service.desired_store.read() == before
     weight_file(1)  # which writes it again
     run(service.folder, "--rollback-to", "last", "--revision", 3)
     assert service.desired == before.history[-1].weights_id
@@ -133,7 +133,7 @@ def test_a_chain_is_made_shorter(
     options: tuple[str, ...], service: Service, delta: WriteDelta, weight_file: WriteWeights
 ) -> None:
     for revision, source in enumerate((weight_file(1), delta(1, 2), delta(2, 3))):
-        service.place.set(source, revision=revision, by="ana")
+        service.desired_store.set(source, revision=revision, by="ana")
     weights_id, out = service.desired, service.folder / "short.safetensors"
     assert "read first  2 files" in run(service.folder)
     assert "RevisionConflict" in run(service.folder, "--compact", out, *options, "--revision", 2, status=1)
@@ -160,7 +160,7 @@ def test_what_is_set_is_read(service: Service) -> None:
     assert "warning" not in run(service.folder, "--set", service.write(4), "--revision", 2)
 
 
-def test_a_missing_place_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_desired_store_is_an_error(tmp_path: Path) -> None:
     for arguments in ((), ("--hold", "--revision", 0)):
         assert "none: no such directory; create it" in run(tmp_path / "none", *arguments, status=1)
 

@@ -276,7 +276,7 @@ def test_a_checkpoint_and_a_packed_file_under_the_names_of_an_artifact(
 
 
 @torch.no_grad()
-def test_weights_that_the_adapter_computes(tmp_path: Path) -> None:
+def test_weights_that_the_conversion_computes(tmp_path: Path) -> None:
     models = [different(lambda: Fused(4), seed) for seed in range(2)]
     artifact = export(models[0], (torch.zeros(2, 4),), out=tmp_path / "a.artifact")
     for index, model in enumerate(models):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightswap_runtime.format.manifest import Adapter, Manifest, NamedTensor, Producer
+from weightswap_runtime.format.manifest import Conversion, Manifest, NamedTensor, Producer
 from weightswap_tools.inspect.graph import ModuleOutline, Outline, module_nodes
 from weightswap_tools.reports.blocks import ModuleNode, ModuleRun
 
@@ -25,7 +25,7 @@ def manifest(*weights: NamedTensor) -> Manifest:
         weights=weights,
         state=(),
         constants=(),
-        adapter=Adapter(sources=(), ignored=()),
+        conversion=Conversion(sources=(), ignored=()),
         files={},
     )
 

@@ -45,7 +45,7 @@ const CHANGES = {
     button: "Hold",
     rows: ({ served }) => [
       ["Serves on", shown(served)],
-      ["Then", "nothing new is promoted, in any process that follows the place, until the hold is released"],
+      ["Then", "nothing new is promoted, in any process that follows the desired store, until the hold is released"],
     ],
   },
   release: {
@@ -64,8 +64,8 @@ const seenState = ({ served, staged, following }) =>
 
 function writtenTo(call, { following }) {
   if (call === "discard") return "";
-  if (!following) return "This process alone: it follows no place.";
-  return `${following.place}, which has revision ${following.revision}`;
+  if (!following) return "This process alone: it follows no desired store.";
+  return `${following.desired_store}, which has revision ${following.revision}`;
 }
 
 /** A dialog for one change of a model. change: the call, and for a rollback its target. send: posts the request. */

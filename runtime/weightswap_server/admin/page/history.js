@@ -56,7 +56,7 @@ function Commit({ receipt, now, states, rollBack }) {
   </li>`;
 }
 
-/** Weights that the place has desired, and this process has not served. started: when it was. */
+/** Weights that the desired store has named, and this process has not served. started: when it was. */
 function Desired({ weights, started, now, states, rollBack }) {
   return html`<li class="entry">
     <div class="line">

@@ -132,7 +132,7 @@ function Following({ model, now, openDialog }) {
     ${on_hold ? "Release" : "Hold"}
   </button>`;
   const [tone, text] = !reachable
-    ? ["bad", "the place cannot be read; what is served is served on"]
+    ? ["bad", "the desired store cannot be read; what is served is served on"]
     : agrees
       ? ["good", "serves what is desired"]
       : ["mark", "does not serve what is desired yet"];
@@ -144,7 +144,7 @@ function Following({ model, now, openDialog }) {
     ${error && html`<div class="note bad"><${Lines} text=${error} /></div>`}
     <${Facts}
       rows=${[
-        ["Place", following.place],
+        ["Desired store", following.desired_store],
         ["Revision", following.revision === null ? "" : String(following.revision)],
         ["Desired", following.desired && html`<${Id} id=${following.desired} />`],
         ["Held by", on_hold && following.held_by],

@@ -1,4 +1,4 @@
-// The keeper and the workers of a server: served weights, start time, and number of answers of each.
+// The owner and the workers of a server: served weights, start time, and number of answers of each.
 
 import { html } from "./vendor/htm/preact.js";
 import { Id, Section, Table, When, number } from "./parts.js";
@@ -28,7 +28,7 @@ function row(process, name, now) {
     html`<span class=${`badge ${tone}`}>${text}</span>`,
     serving?.generation,
     serving?.weights_id && html`<${Id} id=${serving.weights_id} />`,
-    process.role !== "keeper" && number(process.answered),
+    process.role !== "owner" && number(process.answered),
     html`<${When} at=${process.since} now=${now} />`,
     process.pid,
   ];

@@ -1,4 +1,4 @@
-"""Test rig of an intake: a watched directory, a model, and a clock that tests advance."""
+"""Test rig of a file queue: a watched directory, a model, and a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Model, StageCancelled, WeightFileError, load, write_delta
 from weightswap_runtime.errors import reason_of
 from weightswap_runtime.following.directory import Entry, open_directory
-from weightswap_runtime.following.intake import Intake, Start
+from weightswap_runtime.following.file_queue import FileQueue, Start
 from weightswap_runtime.staging.request import BaseFile
 
 INTERVAL = 5.0
@@ -24,8 +24,8 @@ def in_place(path: Path, content: bytes) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-class IntakeRig:
-    """Directory, the model that serves its files, and a clock. Implements the intake's target."""
+class FileQueueRig:
+    """Directory, the model that serves its files, and a clock. Implements the file queue's target."""
 
     def __init__(self, tiny: TinyArtifact, folder: Path) -> None:
         self.tiny = tiny
@@ -43,7 +43,7 @@ class IntakeRig:
         self.follow("newest")
 
     def follow(self, start: Start) -> None:
-        self.intake = Intake(str(self.folder), self._list, INTERVAL, start, lambda: self.now)
+        self.file_queue = FileQueue(str(self.folder), self._list, INTERVAL, start, lambda: self.now)
 
     def _list(self) -> list[Entry]:
         self.listings += 1
@@ -75,9 +75,9 @@ class IntakeRig:
     def notify(self, kind: str, source: str, error: BaseException) -> None:
         self.reports.append((f"{kind} {Path(source).stem}", reason_of(error) or type(error).__name__))
 
-    def look(self, after: float = INTERVAL) -> float:
+    def poll(self, after: float = INTERVAL) -> float:
         self.now += after
-        return self.intake.look(self)
+        return self.file_queue.poll(self)
 
     def write(self, name: str, seed: int) -> Path:
         """Write a weight file and rename it into place, like weightswap does."""

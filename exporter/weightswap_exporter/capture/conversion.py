@@ -1,9 +1,9 @@
-"""The adapter: how a checkpoint's tensors become weights, as the model's own loading code does it.
+"""The conversion: how a checkpoint's tensors become weights, as the model's own loading code does it.
 
 The code is traced, and each weight is looked for in the trace. One that is a tensor of the checkpoint under another
-name, or under several, needs only its keys. Others become outputs of the adapter's graph, which a server and `pack()`
-run. What a weight must not depend on is refused: the values that the model has now, random numbers, numbers that
-loading looks at.
+name, or under several, needs only its keys. Others become outputs of the conversion's graph, which a server and
+`pack()` run. What a weight must not depend on is refused: the values that the model has now, random numbers, numbers
+that loading looks at.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from weightswap_exporter.modules.stand_ins import Unrecordable, first_line, inst
 from weightswap_exporter.modules.tensors import ModelView, TieKey, dtype_name, is_fake, tie_key
 from weightswap_runtime.errors import CaptureError, listed
 from weightswap_runtime.format.manifest import (
-    ADAPTER_CONSTANTS_NAME,
-    ADAPTER_NAME,
-    Adapter,
-    AdapterInput,
+    CONVERSION_CONSTANTS_NAME,
+    CONVERSION_NAME,
+    Conversion,
+    ConversionInput,
     NamedTensor,
     WeightSource,
 )
@@ -93,21 +93,22 @@ _PACK = (
 
 
 class Recorded(NamedTuple):
-    """Adapter, with its files by name and warnings for the user."""
+    """Conversion, with its files by name and warnings for the user."""
 
-    adapter: Adapter
+    conversion: Conversion
     files: dict[str, bytes]
     warnings: tuple[str, ...]
 
 
 class _Source(NamedTuple):
-    """Source of a weight: any one of `keys`, or the adapter graph's output `transform`, computed from all of them."""
+    """Source of a weight: any one of `keys`, or the conversion graph's output `transform`, computed from all of
+    them."""
 
     keys: tuple[str, ...]
     transform: int | None = None
 
 
-def record_adapter(
+def record_conversion(
     view: ModelView, tables: Tables, *, load: Load | None = None, checkpoint: CheckpointTensors | None = None
 ) -> Recorded:
     """Record how `load(model, checkpoint)` computes weights from checkpoints like `checkpoint`.
@@ -127,8 +128,8 @@ def record_adapter(
             checkpoint = libraries.checkpoint(base.model) if checkpoint is None else checkpoint
         recorded = _recorded(base, tables._replace(weights=tuple(weights.values())), load, checkpoint)
     names = {row.name: name for name, row in weights.items()}
-    sources = tuple(structs.replace(source, weight=names[source.weight]) for source in recorded.adapter.sources)
-    return recorded._replace(adapter=structs.replace(recorded.adapter, sources=sources))
+    sources = tuple(structs.replace(source, weight=names[source.weight]) for source in recorded.conversion.sources)
+    return recorded._replace(conversion=structs.replace(recorded.conversion, sources=sources))
 
 
 @contextmanager
@@ -159,7 +160,7 @@ def _recorded(view: ModelView, tables: Tables, load: Load | None, checkpoint: Ch
             checkpoint, identities = _state_dict(view, tables)
             # by far the most models: no trace is needed
             if own and not _has_loading_code(view.model) and all(source.keys for source in identities.values()):
-                return _adapter(identities, checkpoint)
+                return _conversion(identities, checkpoint)
         recording = _Recording(view, tables, load, identities)
         recorded = recording.record(checkpoint)
     except Untraceable as error:
@@ -170,9 +171,9 @@ def _recorded(view: ModelView, tables: Tables, load: Load | None, checkpoint: Ch
             ) from error
         sources = tuple(WeightSource(weight=weight.name, keys=()) for weight in tables.weights)
         reason = f"how a checkpoint becomes weights cannot be recorded: {error}"
-        return Recorded(Adapter(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
+        return Recorded(Conversion(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
     values, known = flattened(checkpoint), tables.loaded
-    ignored = (key for key in recorded.adapter.ignored if key not in known)
+    ignored = (key for key in recorded.conversion.ignored if key not in known)
     if optional := [key for key in ignored if isinstance(values[key], torch.Tensor)]:
         recorded = recording.with_needed(recorded, checkpoint, optional)
     if own or recorded.warnings or not optional:
@@ -236,18 +237,18 @@ class _Recording:
         sources = {weight.name: search.source_of(weight) for weight in self._tables.weights}
         sources = {name: source if source.keys else identities.get(name, source) for name, source in sources.items()}
         _check_whole(sources, checkpoint)
-        return _adapter(sources, checkpoint, search)
+        return _conversion(sources, checkpoint, search)
 
     def with_needed(self, recorded: Recorded, checkpoint: CheckpointTensors, optional: Sequence[str]) -> Recorded:
         """Mark optional keys as needed if loading code, which can test for a key, does something else without them."""
         fewer = {key: value for key, value in checkpoint.items() if flattened({key: value}).keys() - optional}
         try:
             without = self._record(like_checkpoint(checkpoint, fewer), self._load or load_what_fits, self._identities)
-            if (without.adapter.sources, without.files) == (recorded.adapter.sources, recorded.files):
+            if (without.conversion.sources, without.files) == (recorded.conversion.sources, recorded.files):
                 return recorded
         except (Untraceable, CaptureError):
             pass
-        return recorded._replace(adapter=structs.replace(recorded.adapter, needed=tuple(optional)))
+        return recorded._replace(conversion=structs.replace(recorded.conversion, needed=tuple(optional)))
 
 
 def _check_whole(sources: Mapping[str, _Source], checkpoint: CheckpointTensors) -> None:
@@ -258,10 +259,12 @@ def _check_whole(sources: Mapping[str, _Source], checkpoint: CheckpointTensors) 
             raise Untraceable("", Unrecordable(f"loading a checkpoint computes with {key}, a part of a tensor"))
 
 
-def _adapter(sources: Mapping[str, _Source], checkpoint: CheckpointTensors, search: _Search | None = None) -> Recorded:
+def _conversion(
+    sources: Mapping[str, _Source], checkpoint: CheckpointTensors, search: _Search | None = None
+) -> Recorded:
     used = {key for source in sources.values() for key in source.keys}
-    inputs, files = search.adapter() if search else ((), {})
-    adapter = Adapter(
+    inputs, files = search.conversion() if search else ((), {})
+    conversion = Conversion(
         sources=tuple(
             WeightSource(weight=name, keys=source.keys, transform=source.transform) for name, source in sources.items()
         ),
@@ -272,14 +275,14 @@ def _adapter(sources: Mapping[str, _Source], checkpoint: CheckpointTensors, sear
     warnings = [f"no checkpoint key provides the weight(s) {', '.join(absent)}. {_PACK}"] if absent else []
     if changed := search.changed if search else ():
         warnings.append(f"loading changes {', '.join(changed)}, but the graph keeps the values from the export")
-    return Recorded(adapter, files, tuple(warnings))
+    return Recorded(conversion, files, tuple(warnings))
 
 
 class _Search:
-    """Search for weights in a trace; those that are computed become outputs of the adapter's graph."""
+    """Search for weights in a trace; those that are computed become outputs of the conversion's graph."""
 
     def __init__(self, traced: Traced, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: the model's tensors by FQN, whose present values must not become a part of the adapter."""
+        """tensors: the model's tensors by FQN, whose present values must not become a part of the conversion."""
         self._traced = traced
         self._storages = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items() if tensor.numel()}
         for node in list(traced.module.graph.nodes):
@@ -334,8 +337,9 @@ class _Search:
         with node.graph.inserting_after(node):
             return _cast(node, torch_dtype(weight.dtype))
 
-    def adapter(self) -> tuple[tuple[AdapterInput, ...], dict[str, bytes]]:
-        """Return the inputs of the adapter's graph, and the files of it and its constants; empty without transforms."""
+    def conversion(self) -> tuple[tuple[ConversionInput, ...], dict[str, bytes]]:
+        """Return the inputs of the conversion's graph, and the files of it and its constants; empty without
+        transforms."""
         if not self._outputs:
             return (), {}
         body = sorted(all_inputs(self._outputs))
@@ -346,8 +350,8 @@ class _Search:
         values = {name: getattr(self._traced.module, str(node.target)) for node, name in constants.items()}
         self._check_constants(values)
         contents = {name: tensor_content(value) for name, value in values.items()}
-        files = {ADAPTER_CONSTANTS_NAME: b"".join(encode_tensors(contents))} if values else {}
-        return tuple(inputs), files | {ADAPTER_NAME: self._archive(body, [*keys, *constants])}
+        files = {CONVERSION_CONSTANTS_NAME: b"".join(encode_tensors(contents))} if values else {}
+        return tuple(inputs), files | {CONVERSION_NAME: self._archive(body, [*keys, *constants])}
 
     def _check_constants(self, values: Mapping[str, torch.Tensor]) -> None:
         for value in values.values():
@@ -374,7 +378,7 @@ class _Search:
         try:
             return program_archive(torch.export.export(module, examples, strict=False))
         except Exception as error:
-            raise CaptureError(f"the adapter's graph cannot be written: {first_line(error)}") from error
+            raise CaptureError(f"the conversion's graph cannot be written: {first_line(error)}") from error
 
 
 def _untraceable(what: str) -> Untraceable:
@@ -433,9 +437,9 @@ def _type(node: Node) -> tuple[str, tuple[int, ...]]:
     return dtype_name(value.dtype, str(node)), tuple(value.shape)
 
 
-def _input(kind: Literal["key", "constant"], name: str, node: Node) -> AdapterInput:
+def _input(kind: Literal["key", "constant"], name: str, node: Node) -> ConversionInput:
     dtype, shape = _type(node)
-    return AdapterInput(kind=kind, name=name, dtype=dtype, shape=shape)
+    return ConversionInput(kind=kind, name=name, dtype=dtype, shape=shape)
 
 
 def _is_overwritten(node: Node, before: Sequence[Node]) -> bool:

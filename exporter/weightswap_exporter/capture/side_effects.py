@@ -155,7 +155,7 @@ def _type(tensor: torch.Tensor) -> Any:
     return tensor.dtype, [str(size) for size in tensor.shape], tensor.device
 
 
-class Leftovers(NamedTuple):
+class SideEffects(NamedTuple):
     """Attributes that a call changes, by path."""
 
     tensors: list[str]  # those in which it has left tensors
@@ -163,12 +163,12 @@ class Leftovers(NamedTuple):
 
 
 @contextmanager
-def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
-    """Give Leftovers that, when the block ends, name the attributes in which a call of `root` has left values.
+def side_effects_of_calls(root: nn.Module) -> Iterator[SideEffects]:
+    """Give SideEffects that, when the block ends, name the attributes in which a call of `root` has left values.
 
     The block's end resets all attributes. torch's own check does not look into tuples.
     """
-    leftovers = Leftovers([], [])
+    side_effects = SideEffects([], [])
     tensors: dict[str, None] = {}
     numbers: dict[str, None] = {}
     before: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = []  # of the outermost call: calls may be nested
@@ -192,10 +192,10 @@ def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
     hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
     with hooks[0], hooks[1], restored(root), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
-        yield leftovers
+        yield side_effects
     reassigned = _reassigned(root)
-    leftovers.tensors.extend(path for path in tensors if not reassigned.match(path))
-    leftovers.numbers.extend(numbers)
+    side_effects.tensors.extend(path for path in tensors if not reassigned.match(path))
+    side_effects.numbers.extend(numbers)
 
 
 def _reassigned(model: nn.Module) -> re.Pattern[str]:
@@ -230,7 +230,7 @@ def _plain_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_read_later(
-    root: nn.Module, inputs: Any, program: ExportedProgram, mutated: Collection[str], leftovers: Leftovers
+    root: nn.Module, inputs: Any, program: ExportedProgram, mutated: Collection[str], side_effects: SideEffects
 ) -> bool:
     """Return whether a second call of `root` may depend on values that the first has left in attributes.
 
@@ -252,16 +252,16 @@ def is_read_later(
             )
             both = functionalised(both)
         except Exception:  # calls that differ, such as in a size, cannot be captured in one program
-            return bool(leftovers.tensors)
+            return bool(side_effects.tensors)
     same = _same_twice(both, axes, mutated)
-    return False in twice.settled or not same if leftovers.tensors else same is False
+    return False in twice.settled or not same if side_effects.tensors else same is False
 
 
 class _Twice(nn.Module):
     """Module that calls another one twice.
 
-    If outputs and leftovers depend on a call's own inputs alone, they do so in every later call: the second stands for
-    all that follow.
+    If outputs and side effects depend on a call's own inputs alone, they do so in every later call: the second stands
+    for all that follow.
     """
 
     def __init__(self, root: nn.Module, flat: list[Any], spec: Any, mutated: Collection[str]) -> None:
@@ -288,10 +288,10 @@ class _Twice(nn.Module):
             buffer.copy_(values)
             owner._buffers[name] = buffer
         output = self.root(*args, **kwargs)
-        # parameters in a list are no leftovers, and those of a skeleton crash torch's second pass as fake constants
+        # parameters in a list are no side effects, and those of a skeleton crash torch's second pass as fake constants
         found = (tensor for tensor in _plain_tensors(self.root).values() if not isinstance(tensor, nn.Parameter))
-        leftovers = [tensor.clone() for tensor in found]
-        return pytree.tree_leaves(output), [owner._buffers[name].clone() for owner, name in self.state()], leftovers
+        side_effects = [tensor.clone() for tensor in found]
+        return pytree.tree_leaves(output), [owner._buffers[name].clone() for owner, name in self.state()], side_effects
 
     def state(self) -> list[tuple[Any, str]]:
         split = (name.rpartition(".") for name in self._mutated)

@@ -1,4 +1,4 @@
-"""The intake of a directory: which files are taken, when, and in which order. No thread, and no clock of its own.
+"""The file queue of a directory: which files are taken, when, and in which order. No thread, and no clock of its own.
 
 Whoever writes the files knows nothing of this. So a file may be seen while it is copied, a listing may miss some for
 once, and a name may come back with another content.
@@ -37,7 +37,7 @@ from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import BaseFile
 
-from .directory import UNKNOWN, Entry, HeaderPeek, Listing, order, peek, without_traceback
+from .directory import UNKNOWN, Entry, FileHeader, Listing, order, read_header, without_traceback
 
 Start = Literal["newest", "all", "new"]
 NoticeKind = Literal["skipped", "unreachable", "waiting"]
@@ -59,8 +59,8 @@ _TRANSIENT = (
 _FINAL = ("damaged", "truncated", "superseded", "unproven")  # reasons that the next try would meet again
 
 
-class Intake:
-    """The intake of a directory's weight files, in order, each once. A loop calls `look()` repeatedly.
+class FileQueue:
+    """The file queue of a directory's weight files, in order, each once. A loop calls `poll()` repeatedly.
 
     A file is taken when it is complete. The order never goes back: files that come before one that was taken are
     skipped. Transient failures are retried after `interval`, then after twice as long, and so on up to five minutes; a
@@ -86,9 +86,9 @@ class Intake:
         self._known_names = known_names  # called once: which files were taken elsewhere, or before a restart
         self._files: dict[str, _File] = {}
         self._removed: dict[tuple[str, Hashable], _File] = {}  # by name and fingerprint, the latest removed last
-        # those at the first look, for start="newest", until one of them is taken: the newest that can be, not the first
+        # those at the first poll, for start="newest", until one of them is taken: the newest that can be, not the first
         self._initial_names: set[str] | None = None
-        self._last_taken: _File | None = None
+        self._last_applied: _File | None = None
         self._failed_listings = 0  # consecutive ones
 
     @property
@@ -103,8 +103,8 @@ class Intake:
         errors = ((file.entry.name, file.wait_error or file.truncation) for file in self._pending())
         return {name: error for name, error in errors if error is not None}
 
-    def look(self, target: WatchTarget) -> float:
-        """Take the files that can be taken. Return the seconds until the next look."""
+    def poll(self, target: WatchTarget) -> float:
+        """Take the files that can be taken. Return the seconds until the next poll."""
         try:
             entries = self._list()
             names = self._known_names(entries) if self._known_names else ()
@@ -119,12 +119,12 @@ class Intake:
         self._clear_errors_of_served(target)
         with suppress(StageCancelled):
             with suppress(_NotNowError):
-                self._take(target)
+                self._apply(target)
             self._report_waiting(target)
         return self._interval
 
     def forget_refusal(self) -> None:
-        """Try refused files again at the next look, as something else that decides on them has changed."""
+        """Try refused files again at the next poll, as something else that decides on them has changed."""
         for file in (*self._files.values(), *self._removed.values()):
             self._reconsider(file)
 
@@ -157,10 +157,10 @@ class Intake:
             file = self._removed.pop((entry.name, entry.fingerprint), None) or _File(entry, self._clock())
         before, file.entry = file.entry, entry
         if before.changed != entry.changed:
-            file.changed_at, file.looks, file.retry_at, file.must_recheck = self._clock(), 0, 0.0, True
+            file.changed_at, file.polls, file.retry_at, file.must_recheck = self._clock(), 0, 0.0, True
         if before.beside != entry.beside:
             self._reconsider(file)
-        file.looks += 1
+        file.polls += 1
         return file
 
     def _reconsider(self, file: _File) -> None:
@@ -180,19 +180,19 @@ class Intake:
         known = [file for file in self._files.values() if file.entry.name in names]
         if not known:
             return
-        self._last_taken, self._initial_names = max(known, key=attrgetter("key")), set()
+        self._last_applied, self._initial_names = max(known, key=attrgetter("key")), set()
         for file in self._files.values():
-            file.settled = file.settled or file is self._last_taken or self._is_superseded(file)
+            file.settled = file.settled or file is self._last_applied or self._is_superseded(file)
 
     def _clear_errors_of_served(self, target: WatchTarget) -> None:
         """Clear the errors of skipped files whose weights are served all the same: they were swapped in by hand."""
         for file in self._files.values():
-            weights_id = file.peek.weights_id if file.peek else None
+            weights_id = file.header.weights_id if file.header else None
             if file.settled and file.error is not None and weights_id is not None and target.serves(weights_id):
                 self.last_error = None if self.last_error is file.error else self.last_error
                 file.error = None
 
-    def _take(self, target: WatchTarget) -> None:
+    def _apply(self, target: WatchTarget) -> None:
         """Take files in order, but of those at the beginning only the last that can be taken."""
         for file in reversed(self._due()):
             if file.entry.name in (self._initial_names or ()):
@@ -238,11 +238,11 @@ class Intake:
 
     def _process_whole(self, file: _File, target: WatchTarget) -> None:
         if self._clock() >= file.retry_at:
-            file.peek = file.peek or peek(file.entry.path, target.check)
-            if file.peek.weights_id is not None and target.serves(file.peek.weights_id):
-                self._set_taken(file, target)
-            elif self._is_ready(file, file.peek, target) and not self._try_chain(file, target):
-                self._try(file, file.peek.weights_id, target)
+            file.header = file.header or read_header(file.entry.path, target.check)
+            if file.header.weights_id is not None and target.serves(file.header.weights_id):
+                self._set_applied(file, target)
+            elif self._is_ready(file, file.header, target) and not self._try_chain(file, target):
+                self._try(file, file.header.weights_id, target)
 
     def _recheck(self, file: _File, target: WatchTarget) -> None:
         """Check whether a file of which only the ctime has changed may have other content than before.
@@ -252,8 +252,8 @@ class Intake:
         if file.settled and self._is_superseded(file):
             file.must_recheck = False  # its content does not matter
             return
-        before, now = file.peek, peek(file.entry.path, target.check)
-        file.peek, file.must_recheck = now, False
+        before, now = file.header, read_header(file.entry.path, target.check)
+        file.header, file.must_recheck = now, False
         same = before is not None and now.weights_id is not None and now[:2] == before[:2]
         if not same:
             file.wait_error = None
@@ -263,16 +263,16 @@ class Intake:
             file.settled = False
 
     def _is_superseded(self, file: _File) -> bool:
-        last = self._last_taken
+        last = self._last_applied
         return last is not None and last.entry.name != file.entry.name and file.key < last.key
 
-    def _is_ready(self, file: _File, header: HeaderPeek, target: WatchTarget) -> bool:
+    def _is_ready(self, file: _File, header: FileHeader, target: WatchTarget) -> bool:
         if file.truncation:
             return self._clock() - file.changed_at >= PATIENCE
         if header.base is not None:
             return target.serves(header.base)
-        # without digests, only a second look shows that the file is not being written
-        return header.weights_id is not None or file.looks > 1
+        # without digests, only a second poll shows that the file is not being written
+        return header.weights_id is not None or file.polls > 1
 
     def _try_chain(self, first: _File, target: WatchTarget) -> bool:
         """Take a delta together with those that follow it, in one swap. Return False if there are none, or it fails.
@@ -292,7 +292,7 @@ class Intake:
             return False
         for other, _ in before:
             other.settled, other.error = True, None
-        self._set_taken(file, target)
+        self._set_applied(file, target)
         return True
 
     def _chain_from(self, first: _File, target: WatchTarget) -> list[tuple[_File, str]]:
@@ -301,11 +301,11 @@ class Intake:
         for file in self._pending():
             if file.key < first.key:
                 continue
-            file.peek = file.peek or peek(file.entry.path, target.check)
-            follows = file is first or (chain and file.peek.base == chain[-1][1])
-            if not follows or file.peek.base is None or not file.peek.weights_id or self._clock() < file.retry_at:
+            file.header = file.header or read_header(file.entry.path, target.check)
+            follows = file is first or (chain and file.header.base == chain[-1][1])
+            if not follows or file.header.base is None or not file.header.weights_id or self._clock() < file.retry_at:
                 break
-            chain.append((file, file.peek.weights_id))
+            chain.append((file, file.header.weights_id))
         return chain or [(first, "")]
 
     def _try(self, file: _File, weights_id: str | None, target: WatchTarget) -> None:
@@ -316,7 +316,7 @@ class Intake:
         except Exception as error:
             self._set_failed(file, error, target)
         else:
-            self._set_taken(file, target)
+            self._set_applied(file, target)
 
     def _set_failed(self, file: _File, error: Exception, target: WatchTarget) -> None:
         before, self.last_error, file.error = file.error, without_traceback(error), error
@@ -331,14 +331,15 @@ class Intake:
         else:
             file.attempts += 1
         file.retry_at = self._clock() + delay(self._interval, max(1, file.attempts))
-        file.peek = None
+        file.header = None
         if not isinstance(error, BaseMismatch | WeightFileError):
-            raise _NotNowError  # the model or the place is not ready: a later file must not be taken before this one
+            # the model or the desired store is not ready: a later file must not be taken before this one
+            raise _NotNowError
 
-    def _set_taken(self, file: _File, target: WatchTarget) -> None:
+    def _set_applied(self, file: _File, target: WatchTarget) -> None:
         initial_names, self._initial_names = self._initial_names or set(), set()
         file.settled, file.error, self.last_error = True, None, None
-        self._last_taken = file
+        self._last_applied = file
         superseded = [other for other in self._files.values() if not other.settled and self._is_superseded(other)]
         for other in sorted(superseded, key=attrgetter("key")):
             if other.entry.name in initial_names:
@@ -347,8 +348,8 @@ class Intake:
                 self._skip_superseded(other, target)
 
     def _skip_superseded(self, file: _File, target: WatchTarget) -> None:
-        assert self._last_taken is not None
-        where, later = printable(file.entry.path), self._last_taken.entry.name
+        assert self._last_applied is not None
+        where, later = printable(file.entry.path), self._last_applied.entry.name
         error = NotPromoted(
             f"{where}: passed over, because {later} comes later and was taken{_why_not_before(file)}",
             reason="superseded",
@@ -358,7 +359,7 @@ class Intake:
 
     def _report_waiting(self, target: WatchTarget) -> None:
         for file in self._pending():
-            base = file.peek.base if file.peek else None
+            base = file.header.base if file.header else None
             if base is None or target.serves(base):
                 file.wait_error = None
             elif file.wait_error is None:
@@ -374,11 +375,11 @@ class _File:
 
     entry: Entry
     changed_at: float
-    looks: int = 0
+    polls: int = 0
     settled: bool = False  # taken or skipped
     attempts: int = 0
     retry_at: float = 0.0
-    peek: HeaderPeek | None = None
+    header: FileHeader | None = None
     error: BaseException | None = None
     wait_error: BaseException | None = None  # why a delta cannot be taken yet
     must_recheck: bool = False  # only its ctime has changed since its header was read
@@ -391,16 +392,16 @@ class _File:
     @property
     def truncation(self) -> BaseException | None:
         """The error of a truncated file, which may still be being copied."""
-        error = self.peek.error if self.peek else None
+        error = self.header.error if self.header else None
         return error if reason_of(error) == "truncated" else None
 
 
 class _NotNowError(Exception):
-    """No further file can be taken at this look."""
+    """No further file can be taken at this poll."""
 
 
 def _why_not_before(file: _File) -> str:
-    header = file.peek or HeaderPeek()
+    header = file.header or FileHeader()
     if header.base is not None:
         return f"; it is a delta from the weights {header.base[:12]}, which were not served before that"
     error = file.error or header.error
@@ -408,7 +409,7 @@ def _why_not_before(file: _File) -> str:
 
 
 class Target(Protocol):
-    """The model as seen by one look; see `watching.ModelTarget`."""
+    """The model as seen by one poll; see `watching.ModelTarget`."""
 
     def check(self) -> None:
         """Raise StageCancelled if the watcher was stopped."""

@@ -27,8 +27,8 @@ from tests.support.watched import environment
 from weightswap_runtime import (
     BaseMismatch,
     DesiredError,
-    DesiredPlace,
     DesiredState,
+    DesiredStore,
     DigestMismatch,
     GraphMismatch,
     NothingToRollBack,
@@ -42,21 +42,21 @@ from weightswap_runtime import (
     write_delta,
 )
 from weightswap_runtime.following import desired_state as document
-from weightswap_runtime.following import place
-from weightswap_runtime.following import place as storage
+from weightswap_runtime.following import desired_store
+from weightswap_runtime.following import desired_store as storage
 from weightswap_runtime.following.desired_state import MOST_BASES, MOST_KEPT, encode
-from weightswap_runtime.following.place import Known
+from weightswap_runtime.following.desired_store import Known
 
 
 def test_nothing_is_desired_at_first(service: Service) -> None:
-    assert service.place.read() == DesiredState()
+    assert service.desired_store.read() == DesiredState()
     assert list(service.folder.iterdir()) == []
 
 
 def test_what_is_set_says_who_when_and_why(service: Service) -> None:
     path = service.write(1)
-    written = service.place.set(path, revision=0, by="ana", why="first")
-    assert service.place.read() == written
+    written = service.desired_store.set(path, revision=0, by="ana", why="first")
+    assert service.desired_store.read() == written
     assert (written.revision, written.history, written.hold) == (1, (), None)
     assert written.weights is not None
     assert (written.weights.source, written.weights.by, written.weights.why) == (path.name, "ana", "first")
@@ -64,12 +64,12 @@ def test_what_is_set_says_who_when_and_why(service: Service) -> None:
         weights_id_of(path),
         service.tiny.manifest.graph_id,
     )
-    assert service.place.locate(written.weights) == path
+    assert service.desired_store.locate(written.weights) == path
 
 
-def test_a_place_may_move_with_its_weights(service: Service, tmp_path: Path) -> None:
+def test_a_desired_store_may_move_with_its_weights(service: Service, tmp_path: Path) -> None:
     service.set(1)
-    moved = DesiredPlace(service.folder.rename(tmp_path / "moved") / "desired.json")
+    moved = DesiredStore(service.folder.rename(tmp_path / "moved") / "desired.json")
     weights = moved.read().weights
     assert weights is not None
     assert moved.locate(weights) == tmp_path / "moved" / "v1.safetensors"
@@ -81,48 +81,48 @@ def test_a_writer_that_has_not_seen_the_last_revision_changes_nothing(service: S
     path = service.write(2)
     for stale in (0, 2):
         with pytest.raises(RevisionConflict, match=f"is at revision 1, by ana, but this change is based on {stale}"):
-            service.place.set(path, revision=stale)
+            service.desired_store.set(path, revision=stale)
         with pytest.raises(RevisionConflict):
-            service.place.hold(revision=stale)
+            service.desired_store.hold(revision=stale)
     assert (service.folder / "desired.json").read_bytes() == before
     with pytest.raises(Unsupported, match="revision='1'"):
-        service.place.set(path, revision="1")  # type: ignore[arg-type]
+        service.desired_store.set(path, revision="1")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("by", [None, 5, ["ana"], object(), "\ud800"])
 def test_an_unreadable_document_is_not_written(by: Any, service: Service) -> None:
-    written = service.place.set(service.write(1), revision=0)
+    written = service.desired_store.set(service.write(1), revision=0)
     for write in (
-        lambda: service.place.set(service.write(2), revision=1, by=by),
-        lambda: service.place.promote(service.write(2), by=by),
-        lambda: service.place.hold(revision=1, why=by),
+        lambda: service.desired_store.set(service.write(2), revision=1, by=by),
+        lambda: service.desired_store.promote(service.write(2), by=by),
+        lambda: service.desired_store.hold(revision=1, why=by),
     ):
         with pytest.raises(Unsupported, match="is not text that JSON can hold"):
             write()
-    assert service.place.read() == written
+    assert service.desired_store.read() == written
 
 
 @pytest.mark.parametrize("said", ["by", "why"])
 def test_by_and_why_have_a_maximum_length(said: str, service: Service) -> None:
     """Without a limit, a history could become too long to be read, or to be sent to another process."""
-    place, much = service.place, {said: "é" * 4096}
-    place.set(service.write(1), revision=0, **much)
-    written = place.promote(service.write(2), **much)
+    desired_store, much = service.desired_store, {said: "é" * 4096}
+    desired_store.set(service.write(1), revision=0, **much)
+    written = desired_store.promote(service.write(2), **much)
     more = {said: "é" * 4097}
     for write in (
-        lambda: place.set(service.write(3), revision=2, **more),
-        lambda: place.promote(service.write(3), **more),
-        lambda: place.rollback(revision=2, **more),
-        lambda: place.hold(revision=2, **more),
+        lambda: desired_store.set(service.write(3), revision=2, **more),
+        lambda: desired_store.promote(service.write(3), **more),
+        lambda: desired_store.rollback(revision=2, **more),
+        lambda: desired_store.hold(revision=2, **more),
     ):
         with pytest.raises(Unsupported, match=f"{said}: has 4097 characters, but at most 4096"):
             write()
-    assert place.read() == written
+    assert desired_store.read() == written
 
 
 def test_a_rollback_withdraws_what_came_later_and_holds(service: Service) -> None:
     ids = [service.promote(seed) for seed in range(1, 6)]
-    rolled = service.place.rollback(to=ids[1][:12], revision=5, by="ana", why="slow")
+    rolled = service.desired_store.rollback(to=ids[1][:12], revision=5, by="ana", why="slow")
     assert rolled.weights is not None
     assert (rolled.weights.weights_id, rolled.weights.by, rolled.weights.why) == (ids[1], "ana", "slow")
     assert [each.weights_id for each in rolled.history] == ids[:1]
@@ -131,15 +131,15 @@ def test_a_rollback_withdraws_what_came_later_and_holds(service: Service) -> Non
     assert (rolled.hold.by, rolled.hold.why) == ("ana", "slow")
     with pytest.raises(NotPromoted, check=because("held"), match="on hold by ana: slow"):
         service.promote(6)
-    service.place.release(revision=6)
+    service.desired_store.release(revision=6)
     for seed in (3, 5):
         with pytest.raises(NotPromoted, check=because("superseded"), match="then withdrawn"):
             service.promote(seed)
     assert service.promote(6) == service.desired
-    again = service.place.rollback(revision=8, hold=False)
+    again = service.desired_store.rollback(revision=8, hold=False)
     assert again.weights is not None
     assert (again.weights.weights_id, again.hold) == (ids[1], None)
-    forward = service.place.rollback(to=ids[4], revision=9, hold=False)
+    forward = service.desired_store.rollback(to=ids[4], revision=9, hold=False)
     assert forward.weights is not None
     assert forward.weights.weights_id == ids[4]
     assert [each.weights_id for each in forward.history] == ids[:2]
@@ -148,64 +148,66 @@ def test_a_rollback_withdraws_what_came_later_and_holds(service: Service) -> Non
 
 def test_a_hold_binds_promotions_alone(service: Service) -> None:
     first = service.set(1)
-    service.place.hold(revision=1, by="ana", why="friday")
+    service.desired_store.hold(revision=1, by="ana", why="friday")
     with pytest.raises(NotPromoted, check=because("held"), match="on hold by ana: friday"):
         service.promote(2)
     assert service.desired == first
     assert service.promote(1) == first  # changes nothing
     assert service.revision == 2
     assert service.set(2) == service.desired
-    assert service.place.read().hold is not None
+    assert service.desired_store.read().hold is not None
 
 
 def test_a_training_that_is_repeated_is_promoted_again_but_what_was_withdrawn_is_not(service: Service) -> None:
     ids = [service.promote(seed) for seed in (1, 2, 3)]
-    service.place.rollback(revision=3, by="ana", hold=False)
+    service.desired_store.rollback(revision=3, by="ana", hold=False)
     assert [service.promote(seed) for seed in (1, 2)] == ids[:2]
     with pytest.raises(NotPromoted, check=because("superseded"), match="then withdrawn"):
         service.promote(3)
-    state = service.place.read()
+    state = service.desired_store.read()
     assert state.revision == 6
     assert [each.weights_id for each in (*state.history, *state.withdrawn)] == [ids[0], ids[2]]
 
 
 def test_weights_that_are_desired_already_are_recorded_with_their_newest_file(service: Service) -> None:
     first = service.promote(1)
-    place = service.place
-    assert place.promote(service.folder / "v1.safetensors", by="other").revision == 1  # says nothing new
-    state = place.promote(service.folder / "v1.safetensors", known=Known(first, labels={"step": "1"}), by="run 2")
+    desired_store = service.desired_store
+    assert desired_store.promote(service.folder / "v1.safetensors", by="other").revision == 1  # says nothing new
+    state = desired_store.promote(
+        service.folder / "v1.safetensors", known=Known(first, labels={"step": "1"}), by="run 2"
+    )
     assert state.weights is not None
     assert (state.revision, state.weights.labels, state.weights.by) == (2, {"step": "1"}, "run 2")
     assert (state.weights_id, state.history) == (first, ())
     again = service.tiny.write(service.folder / "again.safetensors", service.tiny.values(1))
-    state = place.promote(again, by="run 3")
+    state = desired_store.promote(again, by="run 3")
     assert state.weights is not None
     assert (state.revision, state.weights.source) == (3, "again.safetensors")
-    held = place.hold(revision=3, by="ana")
-    assert place.promote(service.folder / "v1.safetensors", by="run 4") == held
+    held = desired_store.hold(revision=3, by="ana")
+    assert desired_store.promote(service.folder / "v1.safetensors", by="run 4") == held
 
 
 def test_weights_that_were_withdrawn_are_wanted_again_if_they_are_set(service: Service) -> None:
     service.promote(1)
     second = service.promote(2)
-    service.place.rollback(revision=2)
+    service.desired_store.rollback(revision=2)
     assert service.set(2) == second
-    assert service.place.read().withdrawn == ()
+    assert service.desired_store.read().withdrawn == ()
 
 
 def test_a_rollback_needs_something_to_go_to(service: Service) -> None:
     with pytest.raises(NothingToRollBack, match="The history has nothing"):
-        service.place.rollback(revision=0)
+        service.desired_store.rollback(revision=0)
     first, second = service.set(1), service.set(2)
     for unknown in ("0" * 64, second):
         with pytest.raises(NothingToRollBack, match=f"The history has {first[:12]}"):
-            service.place.rollback(to=unknown, revision=2)
+            service.desired_store.rollback(to=unknown, revision=2)
     (service.folder / "v1.safetensors").write_bytes((service.folder / "v2.safetensors").read_bytes())
     with pytest.raises(UnexpectedWeights, match="now has the weights"):
-        service.place.rollback(revision=2)
+        service.desired_store.rollback(revision=2)
     (service.folder / "v1.safetensors").unlink()
     with pytest.raises(WeightFileError, match="No such file"):
-        service.place.rollback(revision=2)
+        service.desired_store.rollback(revision=2)
     assert service.desired == second
     assert service.revision == 2
 
@@ -216,11 +218,11 @@ def test_weights_that_no_new_process_could_load_are_not_desired(
     unpacked = tmp_path / "unpacked.safetensors"
     safetensors.torch.save_file({name: value.clone() for name, value in service.tiny.values(1).items()}, unpacked)
     with pytest.raises(Unsupported, match="does not say which weights it holds"):
-        service.place.set(unpacked, revision=0)
+        service.desired_store.set(unpacked, revision=0)
     with pytest.raises(BaseMismatch, match="nothing is desired"):
-        service.place.set(delta(1, 2), revision=0)
+        service.desired_store.set(delta(1, 2), revision=0)
     with pytest.raises(WeightFileError, match="No such file"):
-        service.place.set(tmp_path / "none.safetensors", revision=0)
+        service.desired_store.set(tmp_path / "none.safetensors", revision=0)
     assert service.revision == 0
 
 
@@ -231,47 +233,47 @@ def test_a_delta_is_desired_with_what_it_starts_from(
     """The bases let a new process load the same weights, and let a rollback check all files."""
     service.set(0)
     with pytest.raises(BaseMismatch, match=r"a delta from the weights \w+, but \w+ are desired"):
-        service.place.set(delta(1, 2), revision=1)
-    service.place.set(delta(0, 1), revision=1)
-    state = service.place.promote(delta(1, 2))
+        service.desired_store.set(delta(1, 2), revision=1)
+    service.desired_store.set(delta(0, 1), revision=1)
+    state = service.desired_store.promote(delta(1, 2))
     model = load(service.tiny.path, residency=residency)
     with model.follow(service.folder, 0.01) as follower:
         assert follower.wait(30, revision=3)
         assert serves(model, 2)
-        service.place.rollback(revision=3)
+        service.desired_store.rollback(revision=3)
         assert follower.wait(30, revision=4)
         assert serves(model, 1)
     assert state.weights is not None
     assert [Path(base.source).name for base in state.weights.bases or ()] == ["v0.safetensors", "d0-1.safetensors"]
     delta(0, 1).write_bytes(delta(1, 2).read_bytes())
     with pytest.raises(UnexpectedWeights, match="now has the weights"):
-        service.place.rollback(revision=4, to=state.weights.weights_id)
+        service.desired_store.rollback(revision=4, to=state.weights.weights_id)
     monkeypatch.setattr(document, "MOST_BASES", 1)
     with pytest.raises(Unsupported, match=r"after 2 files.*but at most 1 can be.*--compact FILE"):
-        service.place.set(delta(1, 3), revision=4)
+        service.desired_store.set(delta(1, 3), revision=4)
 
 
 def test_a_delta_that_is_desired_already_may_be_asked_for_again(service: Service, delta: WriteDelta) -> None:
     """This happens when the response of the first write was lost."""
     service.set(0)
-    once = service.place.promote(delta(0, 1))
-    assert service.place.promote(delta(0, 1)) == once
-    again = service.place.set(delta(0, 1), revision=2)
+    once = service.desired_store.promote(delta(0, 1))
+    assert service.desired_store.promote(delta(0, 1)) == once
+    again = service.desired_store.set(delta(0, 1), revision=2)
     assert again.weights is not None
     assert once.weights is not None
     assert (again.revision, again.weights.bases) == (3, once.weights.bases)
     assert service.set(1) == service.desired  # the full set of the same weights
-    assert service.place.promote(delta(0, 1)).revision == 4
+    assert service.desired_store.promote(delta(0, 1)).revision == 4
     with pytest.raises(BaseMismatch):  # the full set is no base of it
-        service.place.set(delta(0, 1), revision=4)
+        service.desired_store.set(delta(0, 1), revision=4)
 
 
 @pytest.fixture
 def chained(service: Service, delta: WriteDelta) -> Service:
-    """A place that desires the weights of seed 4, as a full set and four deltas, in revision 5."""
+    """A desired store that wants the weights of seed 4, as a full set and four deltas, in revision 5."""
     service.set(0)
     for seed in range(4):
-        service.place.promote(delta(seed, seed + 1), by="trainer", why=f"step {seed}")
+        service.desired_store.promote(delta(seed, seed + 1), by="trainer", why=f"step {seed}")
     return service
 
 
@@ -282,18 +284,18 @@ def test_a_chain_is_made_shorter_and_nobody_who_serves_it_notices(
     full: bool, hold: bool, chained: Service, delta: WriteDelta, residency: Any
 ) -> None:
     """Processes that start later read the new files alone, and a delta from the same weights continues the chain."""
-    place, revision = chained.place, 5
+    desired_store, revision = chained.desired_store, 5
     if hold:
-        revision = place.hold(revision=revision).revision
-    before = place.read()
+        revision = desired_store.hold(revision=revision).revision
+    before = desired_store.read()
     model = load(chained.tiny.path, residency=residency)
     with model.follow(chained.folder, 0.01) as follower:
         assert follower.wait(60)
-        after = place.compact(chained.folder / "short.safetensors", revision=revision, full=full)
+        after = desired_store.compact(chained.folder / "short.safetensors", revision=revision, full=full)
         assert follower.wait(60, revision=revision + 1)
         assert [receipt.generation for receipt in model.history] == [0]
     assert before.weights is not None
-    assert after == place.read()
+    assert after == desired_store.read()
     bases = msgspec.UNSET if full else before.weights.bases[:1]  # type: ignore[index]
     shorter = msgspec.structs.replace(before.weights, source="short.safetensors", bases=bases)
     assert after == msgspec.structs.replace(before, revision=revision + 1, weights=shorter)
@@ -307,8 +309,8 @@ def test_a_chain_is_made_shorter_and_nobody_who_serves_it_notices(
         assert follower.wait(60)
         assert serves(other, 4)
         if hold:
-            place.release(revision=revision + 1)
-        state = place.promote(delta(4, 5))
+            desired_store.release(revision=revision + 1)
+        state = desired_store.promote(delta(4, 5))
         assert follower.wait(60, revision=state.revision)
         assert serves(other, 5)
         assert other.history[-1].kind == "delta"
@@ -331,7 +333,7 @@ def test_what_is_signed_and_what_was_recorded_goes_with_a_shorter_chain(chained:
     for name in ("d3-4.goldens.safetensors", "d3-4.safetensors.sig"):
         last.with_name(name).write_text(name)
     for revision, full in ((5, False), (6, True)):
-        chained.place.compact(chained.folder / f"short{revision}.safetensors", revision=revision, full=full)
+        chained.desired_store.compact(chained.folder / f"short{revision}.safetensors", revision=revision, full=full)
         beside = [
             chained.folder / f"short{revision}{suffix}" for suffix in (".goldens.safetensors", ".safetensors.sig")
         ]
@@ -341,38 +343,38 @@ def test_what_is_signed_and_what_was_recorded_goes_with_a_shorter_chain(chained:
 def test_an_operator_who_writes_during_a_compaction_wins(chained: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     out = chained.folder / "short.safetensors"
     with pytest.raises(RevisionConflict):
-        chained.place.compact(out, revision=4)
+        chained.desired_store.compact(out, revision=4)
     assert not out.exists()
     merge = storage.merge_deltas
 
     def late(*arguments: Any) -> Any:
-        chained.place.rollback(revision=5, by="ana")
+        chained.desired_store.rollback(revision=5, by="ana")
         return merge(*arguments)
 
     monkeypatch.setattr(storage, "merge_deltas", late)
     with pytest.raises(RevisionConflict, match="by ana"):
-        chained.place.compact(out, revision=5)
+        chained.desired_store.compact(out, revision=5)
     monkeypatch.undo()
-    state = chained.place.read()
+    state = chained.desired_store.read()
     assert (state.revision, len(state.withdrawn)) == (6, 1)
-    assert chained.place.compact(out, revision=6).weights_id == state.weights_id  # over the file that was left
+    assert chained.desired_store.compact(out, revision=6).weights_id == state.weights_id  # over the file that was left
 
 
 def test_only_a_chain_is_made_shorter(chained: Service, delta: WriteDelta) -> None:
-    place, out = chained.place, chained.folder / "short.safetensors"
+    desired_store, out = chained.desired_store, chained.folder / "short.safetensors"
     for named in (delta(1, 2), delta(3, 4), chained.folder / "v0.safetensors"):
         content = named.read_bytes()
-        with pytest.raises(Unsupported, match="the place names this file"):
-            place.compact(named, revision=5)
+        with pytest.raises(Unsupported, match="the desired store names this file"):
+            desired_store.compact(named, revision=5)
         assert named.read_bytes() == content
     with pytest.raises(Unsupported, match="only local files can be written"):
-        place.compact("s3://bucket/short.safetensors", revision=5)
-    place.compact(out, revision=5)
+        desired_store.compact("s3://bucket/short.safetensors", revision=5)
+    desired_store.compact(out, revision=5)
     with pytest.raises(Unsupported, match="one delta after a full set is desired"):
-        place.compact(chained.folder / "again.safetensors", revision=6)
-    place.compact(chained.folder / "full.safetensors", revision=6, full=True)
+        desired_store.compact(chained.folder / "again.safetensors", revision=6)
+    desired_store.compact(chained.folder / "full.safetensors", revision=6, full=True)
     with pytest.raises(Unsupported, match="no delta is desired"):
-        place.compact(chained.folder / "again.safetensors", revision=7, full=True)
+        desired_store.compact(chained.folder / "again.safetensors", revision=7, full=True)
     assert not (chained.folder / "again.safetensors").exists()
 
 
@@ -382,10 +384,10 @@ def test_a_chain_with_a_damaged_or_exchanged_file_stays(chained: Service, delta:
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(DigestMismatch):
-        chained.place.compact(out, revision=5, full=full)
+        chained.desired_store.compact(out, revision=5, full=full)
     path.write_bytes(delta(2, 3).read_bytes())
     with pytest.raises(UnexpectedWeights, match="now has the weights"):
-        chained.place.compact(out, revision=5, full=full)
+        chained.desired_store.compact(out, revision=5, full=full)
     assert (chained.revision, out.exists()) == (5, False)
 
 
@@ -399,18 +401,18 @@ def test_a_publisher_replaces_a_chain_by_promoting_the_same_weights(
     (chained.folder / "v9.safetensors").unlink()
     weights_id = chained.desired
     for revision, (source, bases) in enumerate([(middle, 2), (short, 1)], 6):
-        state = chained.place.promote(source)
+        state = chained.desired_store.promote(source)
         assert (state.revision, state.weights_id, len(state.weights.bases)) == (  # type: ignore[union-attr,arg-type]
             revision,
             weights_id,
             bases,
         )
         for again in (middle, other, delta(3, 4)):
-            assert chained.place.promote(again) == state
+            assert chained.desired_store.promote(again) == state
     with pytest.raises(BaseMismatch):
-        chained.place.set(other, revision=7)
+        chained.desired_store.set(other, revision=7)
     assert chained.set(4) == weights_id
-    assert chained.place.read().weights.bases is msgspec.UNSET  # type: ignore[union-attr]
+    assert chained.desired_store.read().weights.bases is msgspec.UNSET  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -420,15 +422,15 @@ def test_a_compaction_that_is_killed_leaves_the_old_chain_or_the_new_one(chained
     model = load(chained.tiny.path)
     for number in range(200):
         killed(
-            lambda: (chained.place.compact(out, revision=5, full=full), time.sleep(60)),
+            lambda: (chained.desired_store.compact(out, revision=5, full=full), time.sleep(60)),
             choose.random() * 0.02 * (1 + number % 3),
         )
-        state = chained.place.read()
+        state = chained.desired_store.read()
         assert state.weights is not None
         model.swap(chained.folder / "v0.safetensors" if number % 2 else chained.write(9))
-        request = chained.place.located(state.weights)
+        request = chained.desired_store.located(state.weights)
         onto = [(base.source, base.weights_id) for base in request.bases or ()]
-        model.stage(chained.place.locate(state.weights), onto=onto, expect=state.weights_id).commit()
+        model.stage(chained.desired_store.locate(state.weights), onto=onto, expect=state.weights_id).commit()
         assert serves(model, 4)
         found[state.revision] += 1
         document.write_bytes(before)
@@ -441,8 +443,8 @@ def test_a_long_chain_has_room(service: Service) -> None:
     """As many files as may lead to a delta, with a history of such weights; the oldest of that give way."""
     ids = [f"{number:064x}" for number in range(MOST_BASES + 25)]
     folder = service.folder / ("f" * 100)
-    place = service.place
-    place.promote(folder / "v0.safetensors", known=Known(ids[0]))
+    desired_store = service.desired_store
+    desired_store.promote(folder / "v0.safetensors", known=Known(ids[0]))
     for number in range(1, MOST_BASES + 1):
         if number < MOST_BASES - 25:
             continue
@@ -452,14 +454,16 @@ def test_a_long_chain_has_room(service: Service) -> None:
             if number == MOST_BASES - 25
         )
         base = ids[0] if through else ids[number - 1]
-        state = place.promote(folder / f"d{number}.safetensors", known=Known(ids[number], base=base, through=through))
+        state = desired_store.promote(
+            folder / f"d{number}.safetensors", known=Known(ids[number], base=base, through=through)
+        )
     assert state.weights is not None
     assert [base.weights_id for base in state.weights.bases or ()] == ids[:MOST_BASES]
     assert (service.folder / "desired.json").stat().st_size <= document.KEPT_BYTES
     assert 1 < len(state.history) <= MOST_KEPT
     with pytest.raises(Unsupported, match=rf"after {MOST_BASES + 1} files .*--compact FILE"):
-        place.promote(folder / "more.safetensors", known=Known("f" * 64, base=ids[MOST_BASES]))
-    assert place.rollback(revision=state.revision, known_there=True).weights_id == ids[MOST_BASES - 1]
+        desired_store.promote(folder / "more.safetensors", known=Known("f" * 64, base=ids[MOST_BASES]))
+    assert desired_store.rollback(revision=state.revision, known_there=True).weights_id == ids[MOST_BASES - 1]
 
 
 def said(size: int) -> dict[str, str]:
@@ -468,25 +472,25 @@ def said(size: int) -> dict[str, str]:
 
 def test_whatever_trainers_write_operators_can_write(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the largest size: withdrawn weights stay withdrawn all the same, and a rollback has a target."""
-    place, longest = service.place, {"by": "\1" * 4096, "why": "\1" * 4096}
+    desired_store, longest = service.desired_store, {"by": "\1" * 4096, "why": "\1" * 4096}
     monkeypatch.setattr(document, "MOST_WITHDRAWN", 100)
     ids = [f"{number:064x}" for number in range(140)]
     for number, weights_id in enumerate(ids):
-        place.promote(service.folder / "v.safetensors", known=Known(weights_id, labels=said(65_000)), **longest)
+        desired_store.promote(service.folder / "v.safetensors", known=Known(weights_id, labels=said(65_000)), **longest)
         if number % 10 == 9:
-            revision = place.read().revision
+            revision = desired_store.read().revision
             with pytest.raises(Unsupported, match="its labels have"):
-                place.promote(service.folder / "v.safetensors", known=Known("f" * 64, labels=said(66_000)))
-            state = place.hold(revision=revision, **longest)
+                desired_store.promote(service.folder / "v.safetensors", known=Known("f" * 64, labels=said(66_000)))
+            state = desired_store.hold(revision=revision, **longest)
             assert state.weights is not None
             assert state.weights.labels == said(65_000)
             target = state.history[-8].weights_id
-            state = place.rollback(revision=revision + 1, to=target, known_there=True, **longest)
+            state = desired_store.rollback(revision=revision + 1, to=target, known_there=True, **longest)
             assert state.weights_id == target
             assert (service.folder / "desired.json").stat().st_size <= document.KEPT_BYTES
-            place.release(revision=revision + 2)
+            desired_store.release(revision=revision + 2)
     withdrawn = [each for number, each in enumerate(ids) if number % 10 >= 2]
-    assert [each.weights_id for each in place.read().withdrawn] == withdrawn[-100:]
+    assert [each.weights_id for each in desired_store.read().withdrawn] == withdrawn[-100:]
 
 
 def test_a_document_without_room_can_be_written(service: Service) -> None:
@@ -498,9 +502,9 @@ def test_a_document_without_room_can_be_written(service: Service) -> None:
         entry = fields[part][0] if part == "history" else fields[part]
         entry["labels"] = said(storage.MOST_BYTES - 300 - len(json.dumps(fields, indent=2)))
         path.write_text(json.dumps(fields, indent=2))
-        assert service.place.hold(revision=service.revision, by="ana", why="w" * 4096).hold is not None
+        assert service.desired_store.hold(revision=service.revision, by="ana", why="w" * 4096).hold is not None
         assert path.stat().st_size < document.KEPT_BYTES
-    state = service.place.rollback(revision=service.revision, by="ana")
+    state = service.desired_store.rollback(revision=service.revision, by="ana")
     assert (state.weights_id, [each.weights_id for each in state.withdrawn]) == (ids[0], ids[1:])
 
 
@@ -508,50 +512,50 @@ def test_withdrawn_deltas_whose_bases_were_left_out_are_not_gone_back_to(
     service: Service, delta: WriteDelta, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.set(0)
-    withdrawn = service.place.promote(delta(0, 1)).weights_id
+    withdrawn = service.desired_store.promote(delta(0, 1)).weights_id
     monkeypatch.setattr(document, "KEPT_BYTES", 0)
-    service.place.rollback(revision=2)
+    service.desired_store.rollback(revision=2)
     with pytest.raises(UnexpectedWeights, match="no longer says from which files"):
-        service.place.rollback(to=withdrawn, revision=3)
+        service.desired_store.rollback(to=withdrawn, revision=3)
 
 
 def test_paths_have_a_maximum_length(service: Service) -> None:
     with pytest.raises(Unsupported, match="a path or URL of 5013 bytes, but at most 4096"):
-        service.place.set(f"https://host/{'x' * 4998}", revision=0, known=Known("0" * 64))
+        service.desired_store.set(f"https://host/{'x' * 4998}", revision=0, known=Known("0" * 64))
 
 
 def test_no_more_is_written_than_is_read(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     service.set(1)
-    before = service.place.read()
-    monkeypatch.setattr(place, "MOST_BYTES", 900)
+    before = service.desired_store.read()
+    monkeypatch.setattr(desired_store, "MOST_BYTES", 900)
     with pytest.raises(Unsupported, match="readers accept at most 900"):
-        service.place.hold(revision=1, why="x" * 900)
-    assert service.place.read() == before
+        service.desired_store.hold(revision=1, why="x" * 900)
+    assert service.desired_store.read() == before
 
 
 def test_a_document_with_more_bases_than_are_written_is_damaged(service: Service, delta: WriteDelta) -> None:
     service.set(0)
-    service.place.set(delta(0, 1), revision=1)
+    service.desired_store.set(delta(0, 1), revision=1)
     path = service.folder / "desired.json"
     document = json.loads(path.read_bytes())
     document["weights"]["bases"] *= MOST_BASES + 1
     path.write_text(json.dumps(document))
     with pytest.raises(DesiredError, match="bases"):
-        service.place.read()
+        service.desired_store.read()
 
 
 def test_weights_of_another_graph_are_set_only_if_it_is_meant(service: Service, tmp_path: Path) -> None:
     service.set(1)
     other = service.tiny.write(tmp_path / "other.safetensors", service.tiny.values(2), graph_id="0" * 64)
     with pytest.raises(GraphMismatch, match="packed for another graph, 000000000000"):
-        service.place.set(other, revision=1)
-    assert service.place.set(other, revision=1, allow_other_graph=True).revision == 2
+        service.desired_store.set(other, revision=1)
+    assert service.desired_store.set(other, revision=1, allow_other_graph=True).revision == 2
 
 
 def test_the_history_has_an_end(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document, "MOST_KEPT", 3)
     ids = [service.promote(seed) for seed in range(1, 7)]
-    assert [each.weights_id for each in service.place.read().history] == ids[2:5]
+    assert [each.weights_id for each in service.desired_store.read().history] == ids[2:5]
     assert MOST_KEPT == 20
 
 
@@ -606,8 +610,8 @@ def test_an_invalid_document_is_neither_read_nor_overwritten(name: str, service:
     path = service.write(1)
     (service.folder / "desired.json").write_bytes(content)
     with pytest.raises(DesiredError, match=says):
-        service.place.read()
-    for write in (lambda: service.place.set(path, revision=0), lambda: service.place.promote(path)):
+        service.desired_store.read()
+    for write in (lambda: service.desired_store.set(path, revision=0), lambda: service.desired_store.promote(path)):
         with pytest.raises(DesiredError, match=says):
             write()
     assert (service.folder / "desired.json").read_bytes() == content
@@ -616,12 +620,12 @@ def test_an_invalid_document_is_neither_read_nor_overwritten(name: str, service:
 def test_a_pipe_is_not_waited_for(service: Service) -> None:
     os.mkfifo(service.folder / "desired.json")
     with pytest.raises(DesiredError, match="not a regular file"):
-        service.place.read()
+        service.desired_store.read()
 
 
-def test_a_place_that_is_away_is_not_made(service: Service, tmp_path: Path) -> None:
+def test_a_desired_store_that_is_away_is_not_made(service: Service, tmp_path: Path) -> None:
     path = service.tiny.write(tmp_path / "v1.safetensors", service.tiny.values(1))
-    away = DesiredPlace(tmp_path / "away")
+    away = DesiredStore(tmp_path / "away")
     for use in (away.read, lambda: away.set(path, revision=0), lambda: away.promote(path)):
         with pytest.raises(DesiredError, match="away"):
             use()
@@ -629,14 +633,15 @@ def test_a_place_that_is_away_is_not_made(service: Service, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("place", "says"), [(7, "got a int"), ("", "is empty"), ("s3://a::b://c", "chained"), ("models:/x", "MLflow")]
+    ("desired_store", "says"),
+    [(7, "got a int"), ("", "is empty"), ("s3://a::b://c", "chained"), ("models:/x", "MLflow")],
 )
-def test_an_invalid_place_is_refused(place: object, says: str) -> None:
+def test_an_invalid_desired_store_is_refused(desired_store: object, says: str) -> None:
     with pytest.raises(Unsupported, match=says):
-        DesiredPlace(place)  # type: ignore[arg-type]
+        DesiredStore(desired_store)  # type: ignore[arg-type]
 
 
-def test_a_place_without_permission_says_so(service: Service) -> None:
+def test_a_desired_store_without_permission_says_so(service: Service) -> None:
     if os.geteuid() == 0:
         (service.folder / ".desired.lock").mkdir()  # what root cannot open either
     else:
@@ -680,7 +685,7 @@ TEAM, ANA, BO, GUEST = 6001, 6002, 6003, 65534
     [(0o755, ANA, [ANA]), (0o775, TEAM, [ANA, BO]), (0o2775, TEAM, [ANA, BO]), (0o777, TEAM, [ANA, BO, GUEST])],
 )
 @pytest.mark.parametrize("umask", [0o022, 0o002])
-def test_only_those_who_may_write_to_a_place_can_lock_it(
+def test_only_those_who_may_write_to_a_desired_store_can_lock_it(
     mode: int,
     group: int,
     writers: list[int],
@@ -697,9 +702,9 @@ def test_only_those_who_may_write_to_a_place_can_lock_it(
 
     def may_write() -> bool:
         os.umask(umask)
-        place = DesiredPlace(f"/{folder.name}")
+        desired_store = DesiredStore(f"/{folder.name}")
         try:
-            return place.hold(revision=place.read().revision).hold is not None
+            return desired_store.hold(revision=desired_store.read().revision).hold is not None
         except DesiredError:
             return False
 
@@ -726,13 +731,13 @@ def test_a_lock_that_could_be_read_is_closed_to_readers_by_its_owner(service: Se
 
 WRITE = """
 import sys
-from weightswap_runtime import DesiredPlace, RevisionConflict
-place, weights, me, tries = DesiredPlace(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+from weightswap_runtime import DesiredStore, RevisionConflict
+desired_store, weights, me, tries = DesiredStore(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 won = lost = 0
 while won + lost < tries:
-    seen = place.read().revision
+    seen = desired_store.read().revision
     try:
-        written = place.set(weights, revision=seen, by=me)
+        written = desired_store.set(weights, revision=seen, by=me)
         print(written.revision, flush=True)
         won += 1
     except RevisionConflict:
@@ -754,7 +759,7 @@ def test_of_several_writers_none_loses_what_it_was_told_is_written(service: Serv
     }
     assert all(process.returncode == 0 for process in processes)
     revisions = Counter(revision for mine in won.values() for revision in mine)
-    last = service.place.read()
+    last = service.desired_store.read()
     assert sorted(revisions) == list(range(1, last.revision + 1))  # each was written, by one writer
     assert set(revisions.values()) == {1}
     assert last.weights is not None
@@ -768,8 +773,8 @@ def test_of_several_writers_none_loses_what_it_was_told_is_written(service: Serv
 
 def test_promotions_of_several_processes_all_arrive(service: Service) -> None:
     code = (
-        "import sys\nfrom weightswap_runtime import DesiredPlace\n"
-        "for path in sys.argv[2:]: DesiredPlace(sys.argv[1]).promote(path)"
+        "import sys\nfrom weightswap_runtime import DesiredStore\n"
+        "for path in sys.argv[2:]: DesiredStore(sys.argv[1]).promote(path)"
     )
     paths = [str(service.write(seed)) for seed in range(12)]
     processes = [
@@ -777,7 +782,7 @@ def test_promotions_of_several_processes_all_arrive(service: Service) -> None:
         for start in range(3)
     ]
     assert [process.wait() for process in processes] == [0, 0, 0]
-    state = service.place.read()
+    state = service.desired_store.read()
     assert state.revision == 12
     assert {each.weights_id for each in state.known} == {weights_id_of(Path(path)) for path in paths}
 
@@ -794,5 +799,5 @@ def test_the_document_is_for_people_too(service: Service, tiny: TinyArtifact) ->
     service.set(1, by="ana")
     text = (service.folder / "desired.json").read_text()
     assert '\n    "by": "ana",\n' in text
-    assert json.loads(text) == json.loads(json.dumps(service.place.read().as_dict()))
-    assert encode(service.place.read()).decode() == text
+    assert json.loads(text) == json.loads(json.dumps(service.desired_store.read().as_dict()))
+    assert encode(service.desired_store.read()).decode() == text

@@ -1,4 +1,4 @@
-"""The place of a desired state: a folder whose document changes atomically, by revision, as a file or an object.
+"""The store of a desired state: a folder whose document changes atomically, by revision, as a file or an object.
 
 Everyone who changes it reads, decides, and replaces what was read; whoever finds another document then decides again.
 """
@@ -63,24 +63,25 @@ _POLL = 0.002  # seconds
 Source = str | os.PathLike[str]
 
 
-class DesiredPlace:
+class DesiredStore:
     """A local directory, or a folder behind a URL, with the document `desired.json`: docs/desired.md.
 
     Every write of an operator names the revision that it is based on, so that nobody overwrites an unseen change. It
-    returns the new desired state. It raises RevisionConflict, and DesiredError if the place cannot be read or written;
-    then nothing has changed. `by` and `why` have at most 4,096 characters.
+    returns the new desired state. It raises RevisionConflict, and DesiredError if the desired store cannot be read or
+    written; then nothing has changed. `by` and `why` have at most 4,096 characters.
 
-    place: the path or URL. A local directory must exist. Writing to a URL needs a store with conditional writes:
+    desired store: the path or URL. A local directory must exist. Writing to a URL needs a store with conditional
+    writes:
     s3://. Other URLs can only be read (writing raises Unsupported).
     """
 
-    def __init__(self, place: Source) -> None:
-        self._storage = _open_storage(place)
+    def __init__(self, desired_store: Source) -> None:
+        self._storage = _open_storage(desired_store)
         self.where = str(self._storage.folder)
         self.is_local = isinstance(self._storage.folder, Path)
 
     def __repr__(self) -> str:
-        return f"DesiredPlace({self.where!r})"
+        return f"DesiredStore({self.where!r})"
 
     def read(self, check: Check | None = None) -> DesiredState:
         """Return the desired state; revision 0 if nothing was written yet.
@@ -208,8 +209,8 @@ class DesiredPlace:
 
         Weights that were desired before, and later replaced, are desired again. If they are desired already, as when a
         training was repeated, nothing changes for those who serve them; a full file with other labels, or at another
-        place, and a delta from an earlier one of the files that lead to them, are recorded in a new revision, except
-        during a hold.
+        desired store, and a delta from an earlier one of the files that lead to them, are recorded in a new revision,
+        except during a hold.
 
         Raises NotPromoted during a hold and for weights that were withdrawn, DesiredError, and what `set` raises.
         """
@@ -231,9 +232,9 @@ class DesiredPlace:
     def compact(self, out: Source, *, revision: int, full: bool = False) -> DesiredState:
         """Replace the chain of files that leads to the desired weights by a shorter one of the same weights.
 
-        out: the file to write, in a place that new processes can read: one delta, merged from all of the chain; a new
-        process then reads the full set with which the chain begins, and this. full: write a full set instead, which
-        needs no other file. The goldens and the signature beside the last delta are copied. Nothing else in the
+        out: the file to write, in a desired store that new processes can read: one delta, merged from all of the chain;
+        a new process then reads the full set with which the chain begins, and this. full: write a full set instead,
+        which needs no other file. The goldens and the signature beside the last delta are copied. Nothing else in the
         document changes, and nothing for processes that serve the weights. If another revision was written meanwhile,
         that stays, and `out` is not used.
 
@@ -247,7 +248,7 @@ class DesiredPlace:
             raise Unsupported(f"{self.where}: {what} is desired, so there is nothing to make shorter")
         stored = _checked_source(self._as_stored(as_location(out)))
         if stored in {each.source for entry in state.known for each in _files(entry)}:
-            raise Unsupported(f"{printable(out)}: the place names this file; name another")
+            raise Unsupported(f"{printable(out)}: the desired store names this file; name another")
         self._check_files(weights)
         first, *deltas = (self.locate(file) for file in _files(weights))
         written = write_merged_set(first, deltas, out) if full else merge_deltas(deltas, out)
@@ -265,7 +266,7 @@ class DesiredPlace:
         return with_weights(state, described(stored, facts, by, why, state))
 
     def _as_stored(self, location: Location) -> str:
-        """Return a path relative to the place, if it is below it, so that both may be mounted elsewhere."""
+        """Return a path relative to the desired store, if it is below it, so that both may be mounted elsewhere."""
         folder = self._storage.folder
         if isinstance(location, Url) or isinstance(folder, Url):
             text = fixed_text(location)
@@ -400,16 +401,16 @@ class _Stored(NamedTuple):
     tag: str | None = None  # of its version, in remote storage
 
 
-def _open_storage(place: Source) -> _LocalStorage | _RemoteStorage:
+def _open_storage(desired_store: Source) -> _LocalStorage | _RemoteStorage:
     """Open the storage at a directory's path or a folder's URL, or at that of the document itself.
 
     Its `replace` returns False if the document is no longer the one that was read. `read` and `replace` raise
     DesiredError, and what `check` raises.
     """
-    if not isinstance(place, str | os.PathLike):
-        raise Unsupported(f"expected the path or URL of a directory, got a {type(place).__qualname__}")
+    if not isinstance(desired_store, str | os.PathLike):
+        raise Unsupported(f"expected the path or URL of a directory, got a {type(desired_store).__qualname__}")
     try:
-        location = as_location(place)
+        location = as_location(desired_store)
     except WeightFileError as error:
         raise Unsupported(str(error)) from error
     if location.name == NAME:
@@ -469,7 +470,8 @@ class _LocalStorage:
             time.sleep(_POLL)
 
     def _open_lock(self) -> int:
-        """Open the lock for writing. Whoever may only read the place cannot open it at all, and so cannot lock it."""
+        """Open the lock for writing. Whoever may only read the desired store cannot open it at all, and so cannot lock
+        it."""
         path, flags = self.folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         deadline = time.monotonic() + SHARING_PATIENCE
         while True:
@@ -483,8 +485,9 @@ class _LocalStorage:
             except PermissionError as error:  # perhaps its maker is about to share it
                 if time.monotonic() > deadline:
                     raise DesiredError(
-                        f"{self._path}: cannot be written ({LOCK}: {error.strerror}). Writers of a place need the user "
-                        "or the group of its folder. If this one has it, remove that file while nobody writes."
+                        f"{self._path}: cannot be written ({LOCK}: {error.strerror}). Writers of a desired store need "
+                        "the user or the group of its folder. If this one has it, remove that file while nobody "
+                        "writes."
                     ) from error
             time.sleep(_POLL)
         _share(fd, self.folder)

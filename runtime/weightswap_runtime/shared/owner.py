@@ -1,6 +1,6 @@
-"""The keeper: the one process that may change the weights in a segment of shared memory, which its workers serve.
+"""The owner: the one process that may change the weights in a segment of shared memory, which its workers serve.
 
-It may be killed at any time. Then workers serve on, and the next keeper continues with what the segment holds. So what
+It may be killed at any time. Then workers serve on, and the next owner continues with what the segment holds. So what
 it must know, such as digests and the history, is in the segment before a word there speaks of it.
 """
 
@@ -29,7 +29,7 @@ from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.live.residency import Double
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.live.staged import Staged
-from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
 from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.memory.host import FOR_TWO, HostMemory, available
@@ -46,7 +46,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a process that truncates the
 _POLL = 0.002  # seconds between two looks at the slots of workers
 
 
-def keep(
+def own(
     artifact: str | os.PathLike[str] | Artifact,
     segment: Segment,
     admit: Admit | None = None,
@@ -54,8 +54,8 @@ def keep(
 ) -> Model:
     """Return a model whose commits change the weights that all workers of a segment serve.
 
-    Weights that the segment already holds stay served, with their generation, history and id, so a keeper that was
-    killed can be replaced. There must be one keeper at a time, with the segment that `Segment.create` returned. The
+    Weights that the segment already holds stay served, with their generation, history and id, so an owner that was
+    killed can be replaced. There must be one owner at a time, with the segment that `Segment.create` returned. The
     engine is "torch", on the CPU. admit, max_hash_trees: as in `load`; workers have no hash trees.
 
     Raises ArtifactError, Unsupported and MissingExtra.
@@ -63,9 +63,9 @@ def keep(
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     control = Control(segment.control)
     engine = open_engine("torch", opened, HOST, OPTIONS)
-    gate = KeeperGate(control)
+    gate = OwnerGate(control)
     memory = KeptMemory(segment, control)
-    store = Store(opened.manifest.weights, "double", None, memory, gate, max_hash_trees)
+    store = WeightStore(opened.manifest.weights, "double", None, memory, gate, max_hash_trees)
     store.admit = admit
     _adopt(store, gate, control)
     model = Model(opened, store, device=HOST, engine=engine)
@@ -78,9 +78,9 @@ def keep(
     return model
 
 
-def _adopt(store: Store, gate: KeeperGate, control: Control) -> None:
-    """Continue with the served weights and the previous ones of an earlier keeper."""
-    control.fence()  # an earlier keeper may have been killed between its word and its fence
+def _adopt(store: WeightStore, gate: OwnerGate, control: Control) -> None:
+    """Continue with the served weights and the previous ones of an earlier owner."""
+    control.fence()  # an earlier owner may have been killed between its word and its fence
     store.history.extend(read_history(control))
     generation = control.generation
     if generation is None or (now := read_description(control, generation, Description)) is None:
@@ -110,13 +110,13 @@ def announce(control: Control, identity: Identity, terms: bytes = b"") -> int:
     return control.trial
 
 
-class KeeperGate(Gate[Session]):
-    """The gate of the keeper's own calls, which also waits for those of workers, and commits in all workers."""
+class OwnerGate(Gate[Session]):
+    """The gate of the owner's own calls, which also waits for those of workers, and commits in all workers."""
 
     def __init__(self, control: Control) -> None:
         super().__init__()
         self._control = control
-        control.end_trial()  # the staging of an earlier keeper has ended with it
+        control.end_trial()  # the staging of an earlier owner has ended with it
 
     def wait_idle(self, session: Session, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
         """Wait for the leases of this process and of workers. Raises WaitTimeout with the workers' process ids."""

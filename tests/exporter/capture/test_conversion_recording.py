@@ -1,4 +1,4 @@
-"""Recording of the adapter: renames, transforms, code that cannot be recorded, and the messages about it."""
+"""Recording of the conversion: renames, transforms, code that cannot be recorded, and the messages about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import loading, warm
 from tests.support.models import Counter, Renamed
 from tests.support.setups import different
 from weightswap_exporter import MethodSpec, export, pack, skeleton
-from weightswap_exporter.capture import adapter as recording
+from weightswap_exporter.capture import conversion as recording
 from weightswap_exporter.capture.capture import capture
 from weightswap_exporter.capture.classify import classify
 from weightswap_exporter.modules.tensors import ModelView
@@ -29,7 +29,7 @@ State = dict[str, Any]
 
 
 def sources(artifact: Any) -> dict[str, WeightSource]:
-    return {source.weight: source for source in artifact.manifest.adapter.sources}
+    return {source.weight: source for source in artifact.manifest.conversion.sources}
 
 
 def test_hooks_that_only_save_are_covered_by_identity(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_hooks_that_only_save_are_covered_by_identity(tmp_path: Path) -> None:
     assert sources(artifact)["layers.0.layer.weight"] == WeightSource(
         weight="layers.0.layer.weight", keys=("layers.0.weight",)
     )
-    assert not (artifact.path / "adapter.pt2").exists()
+    assert not (artifact.path / "conversion.pt2").exists()
 
 
 class Padded(nn.Module):
@@ -60,13 +60,13 @@ class Padded(nn.Module):
 def test_padding_by_nothing_is_a_rename(tmp_path: Path) -> None:
     artifact = export(Padded().eval(), (X,), out=tmp_path / "a.artifact")
     assert sources(artifact)["linear.bias"] == WeightSource(weight="linear.bias", keys=("linear.bias",))
-    assert not (artifact.path / "adapter.pt2").exists()
+    assert not (artifact.path / "conversion.pt2").exists()
 
 
 def test_keys_without_a_weight_are_reported(tmp_path: Path) -> None:
     artifact = export(loading.ExtraState().eval(), (X,), out=tmp_path / "a.artifact")
     extra = ("_extra_state", "linear._extra_state")
-    assert artifact.manifest.adapter.ignored == extra
+    assert artifact.manifest.conversion.ignored == extra
     model = different(loading.ExtraState, 1)
     state = model.state_dict()
     path = tmp_path / "c.safetensors"
@@ -78,7 +78,7 @@ def test_keys_without_a_weight_are_reported(tmp_path: Path) -> None:
 
 def test_state_is_ignored(tmp_path: Path) -> None:
     artifact = export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a.artifact")
-    assert artifact.manifest.adapter.ignored == ("steps",)
+    assert artifact.manifest.conversion.ignored == ("steps",)
 
 
 def test_loading_code_that_reads_values_leaves_packing(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_keys_that_a_loading_function_leaves_out_are_reported(tmp_path: Path) ->
     checkpoint = {**Custom().state_dict(), "more": torch.zeros(1)}
     with pytest.warns(UserWarning, match="no weight uses these checkpoint keys: more$"):
         artifact = export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=read, checkpoint=checkpoint)
-    assert artifact.manifest.adapter.ignored == ("more",)
+    assert artifact.manifest.conversion.ignored == ("more",)
 
 
 @pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), nn.DataParallel])
@@ -278,7 +278,7 @@ class Relative(nn.Module):
 
 
 @pytest.mark.parametrize("hollow", [False, True])
-def test_present_values_of_the_model_do_not_become_a_part_of_the_adapter(hollow: bool, tmp_path: Path) -> None:
+def test_present_values_of_the_model_do_not_become_a_part_of_the_conversion(hollow: bool, tmp_path: Path) -> None:
     with skeleton() if hollow else nullcontext():
         model = Relative()
     with pytest.raises(CaptureError, match="the loading code uses the model's current values"):
@@ -351,7 +351,7 @@ class FailsToSave(nn.Module):
 
 
 def test_a_state_dict_that_fails_is_named(tmp_path: Path) -> None:
-    says = r"model.state_dict\(\) fails: _fail \(test_adapter_recording.py, line \d+\): ValueError: no saving today"
+    says = r"model.state_dict\(\) fails: _fail \(test_conversion_recording.py, line \d+\): ValueError: no saving today"
     with pytest.warns(UserWarning, match=says):
         export(FailsToSave(), (X,), out=tmp_path / "a.artifact")
 
@@ -393,7 +393,7 @@ model = load(sys.argv[1])
 try:
     model.swap(sys.argv[2], keys="checkpoint")
 except ArtifactError as error:
-    assert "adapter.pt2: needs torch.ops.weightswap_test.halve.default, which this process lacks" in str(error), error
+    assert "conversion.pt2: needs torch.ops.weightswap_test.halve.default, which this process lacks" in str(error)
 else:
     raise AssertionError
 """
@@ -423,10 +423,10 @@ def test_the_loading_code_of_norms_needs_no_recording(monkeypatch: pytest.Monkey
     traced: list[str] = []
     trace = recording.trace_loading
     monkeypatch.setattr(recording, "trace_loading", lambda *given: traced.append("once") or trace(*given))
-    found = recording.record_adapter(view, tables)
+    found = recording.record_conversion(view, tables)
     assert not traced
     monkeypatch.setattr(recording, "_PLAIN_LOADING", {nn.Module._load_from_state_dict})
-    assert recording.record_adapter(view, tables) == found
+    assert recording.record_conversion(view, tables) == found
     assert traced
 
 

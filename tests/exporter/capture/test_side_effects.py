@@ -427,7 +427,7 @@ class Regularised(nn.Module):
         return self.attention * 2
 
 
-def test_parameters_in_a_list_are_no_leftovers(tmp_path: Path) -> None:
+def test_parameters_in_a_list_are_no_side_effects(tmp_path: Path) -> None:
     with skeleton():
         hollow = Regularised().eval()
     with pytest.warns(UserWarning, match=r"^a call leaves tensors in self\.attention"):

@@ -1,4 +1,4 @@
-"""Keepers, which have weights and take part in the fleet's changes; that of a node owns the memory of its replicas."""
+"""Agents, which have weights and take part in the fleet's changes; that of a node owns the memory of its replicas."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from weightswap_fleet.documents import Attachment, NodeStatus, Spec
+from weightswap_fleet.documents import Attachment, DeploymentSpec, NodeStatus
 from weightswap_fleet.metrics import NodeMetrics
 from weightswap_runtime.errors import NoWeights, text_of
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import keep
+from weightswap_runtime.shared.owner import own
 
 from .changes import NodeChanges
 from .memory import NodeMemory, Slots
@@ -24,8 +24,9 @@ _MOST_REPLICAS = 64  # of one node
 _log = logging.getLogger("weightswap.fleet")
 
 
-class Keeper(NodeChanges):
-    """What has weights, follows the place with them, and takes part in changes, with the `NodeMethods` of these.
+class Agent(NodeChanges):
+    """What has weights, follows the desired store with them, and takes part in changes, with the `NodeMethods` of
+    these.
 
     Every method may be called from any thread; `close` ends it.
     """
@@ -33,18 +34,20 @@ class Keeper(NodeChanges):
     def __init__(
         self, weights: NodeWeights, control: Control | None, clock: Callable[[], float], is_deployed: bool
     ) -> None:
-        """The arguments are those of `NodeChanges`. `start` makes it follow the place."""
+        """The arguments are those of `NodeChanges`. `start` makes it follow the desired store."""
         super().__init__(weights, control, clock, is_deployed)
         self.node, self.model = weights.node, weights.model
         self._metrics = NodeMetrics(weights.spec.model, self.model)
         self._metrics.add_gauge("weightswap_fleet_revision", "The served revision.", lambda: weights.revision)
         self._metrics.add_gauge(
-            "weightswap_fleet_unread_seconds", "Seconds since the place was read.", lambda: max(0.0, self._place.unread)
+            "weightswap_fleet_unread_seconds",
+            "Seconds since the desired store was read.",
+            lambda: max(0.0, self._desired_store.unread),
         )
-        self._thread = threading.Thread(target=self._run, name="weightswap-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weightswap-agent", daemon=True)
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> DeploymentSpec:
         """The latest deployment."""
         return self._weights.spec
 
@@ -59,7 +62,7 @@ class Keeper(NodeChanges):
         return ()
 
     def start(self) -> None:
-        """Start the thread that follows the place."""
+        """Start the thread that follows the desired store."""
         self._thread.start()
 
     def metrics(self) -> str:
@@ -72,7 +75,7 @@ class Keeper(NodeChanges):
         return NodeStatus(
             node=self.node,
             spec=self.spec,
-            keeper=os.getpid(),
+            agent=os.getpid(),
             weights_id=self.model.weights_id,
             generation=self.model.generation,
             revision=self._weights.revision,
@@ -89,7 +92,7 @@ class Keeper(NodeChanges):
 
     @property
     def _silence(self) -> str:
-        return self._place.silence(self.spec.interval)
+        return self._desired_store.silence(self.spec.interval)
 
     @property
     def _error(self) -> str:
@@ -101,10 +104,10 @@ class Keeper(NodeChanges):
     def _check_serves(self) -> None:
         """Raise NoWeights unless the desired weights are served, or were once."""
         if self._weights.revision == 0:
-            raise NoWeights(*(self._error or f"{self.spec.place}: no weights are desired yet").splitlines())
+            raise NoWeights(*(self._error or f"{self.spec.desired_store}: no weights are desired yet").splitlines())
 
     def close(self) -> None:
-        """End the keeper. Replicas in other processes go on serving the weights that they have."""
+        """End the agent. Replicas in other processes go on serving the weights that they have."""
         self.stopped.set()
         self.wakeup.set()
         if self._thread.is_alive():
@@ -121,36 +124,36 @@ class Keeper(NodeChanges):
             try:
                 self.reconcile()
             except Exception:
-                _log.exception("%s: could not follow %s", self.node, self.spec.place)
+                _log.exception("%s: could not follow %s", self.node, self.spec.desired_store)
 
     def _sweep(self) -> None:
         """Forget what has ended. Called regularly."""
 
 
-class NodeKeeper(Keeper):
-    """The keeper of a node, with the `NodeMethods`. Every method may be called from any thread; `close` ends it."""
+class NodeAgent(Agent):
+    """The agent of a node, with the `NodeMethods`. Every method may be called from any thread; `close` ends it."""
 
     def __init__(
         self,
-        spec: Spec,
+        spec: DeploymentSpec,
         node: str,
         clock: Callable[[], float] = time.monotonic,
         relay: Relay | None = None,
         again: bool = False,
     ) -> None:
-        """Serves the desired weights at once, if possible; `start` makes it follow the place.
+        """Serves the desired weights at once, if possible; `start` makes it follow the desired store.
 
-        node: its unique name. relay: None: each node reads URLs for itself. again: this keeper replaces one that has
+        node: its unique name. relay: None: each node reads URLs for itself. again: this agent replaces one that has
         died, so `spec` may be of an old deployment. In that case, or if it finds replicas with its memory, which it
         serves on, it changes nothing until a replica has sent its deployment.
         Raises ArtifactError, MissingExtra, OutOfMemory and Unsupported.
         """
         artifact = Artifact.open(spec.artifact)
-        name = f"weightswap.{spec.fleet}.{spec.key}.{node}"  # of its memory, by which a later keeper finds it
+        name = f"weightswap.{spec.fleet}.{spec.key}.{node}"  # of its memory, by which a later agent finds it
         adopted = NodeMemory.adopt(name)
         self._memory = adopted or NodeMemory.create(artifact.manifest.weights, _MOST_REPLICAS, name)
         control = Control(self._memory.segment.control)
-        weights = NodeWeights(spec, node, keep(artifact, self._memory.segment), self._memory.board, relay)
+        weights = NodeWeights(spec, node, own(artifact, self._memory.segment), self._memory.revision_page, relay)
         super().__init__(weights, control, clock, is_deployed=adopted is None and not again)
         self._relay = relay
         self._slots = Slots(control, lambda pid: NodeMemory.is_held_by(pid, name))
@@ -160,7 +163,7 @@ class NodeKeeper(Keeper):
     def replicas(self) -> tuple[int, ...]:
         return self._slots.processes
 
-    def attach(self, pid: int, spec: Spec) -> Attachment:
+    def attach(self, pid: int, spec: DeploymentSpec) -> Attachment:
         """Give a replica of this node a slot, and adopt its deployment if it is the latest.
 
         Raises Unsupported, and NoWeights if the node serves nothing, or not the desired weights.
@@ -169,9 +172,9 @@ class NodeKeeper(Keeper):
         if self._weights.revision == 0:
             self.reconcile()  # again, with the deployment
         self._check_serves()
-        return Attachment(os.getpid(), self._memory.descriptors, self._slots.take(pid))
+        return Attachment(os.getpid(), self._memory.descriptors, self._slots.assign(pid))
 
-    def report(self, pid: int, metrics: str, spec: Spec) -> None:
+    def report(self, pid: int, metrics: str, spec: DeploymentSpec) -> None:
         """Keep a replica's metrics, in Prometheus' text format, and adopt its deployment if it is the latest."""
         if pid in self._slots.processes:
             self._metrics.update(pid, metrics)

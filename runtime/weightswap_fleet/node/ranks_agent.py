@@ -7,36 +7,36 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from weightswap_fleet.documents import Spec
+from weightswap_fleet.documents import DeploymentSpec
 from weightswap_runtime.errors import RanksRefused, StageCancelled, text_of
 from weightswap_runtime.following.desired_state import DesiredWeights
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.model.model import Model
 
-from .keeper import Keeper
-from .memory import Board
+from .agent import Agent
+from .memory import RevisionPage
 from .ranks import Others, Rank, RankState
 from .weights import NodeWeights
 
 _POLL = 0.05  # seconds between two questions whether all ranks have staged
 
 
-class RanksKeeper(Keeper):
-    """The keeper of the ranks of one replica, in its process, which is the first rank.
+class RanksAgent(Agent):
+    """The agent of the ranks of one replica, in its process, which is the first rank.
 
     To the fleet it is a node. What it does with the weights, all ranks do together, or none.
     """
 
     def __init__(
         self,
-        spec: Spec,
+        spec: DeploymentSpec,
         node: str,
         model: Model,
         others: Others,
         clock: Callable[[], float] = time.monotonic,
         metrics: Callable[[], str] = str,
     ) -> None:
-        """Serves the desired weights at once; `start` makes it follow the place.
+        """Serves the desired weights at once; `start` makes it follow the desired store.
 
         node: the replica's unique name. model: of `open_first`. metrics: returns those of the replica.
         Raises NoWeights if the desired weights, and those before, cannot be served.
@@ -49,9 +49,9 @@ class RanksKeeper(Keeper):
         self._check_serves()
 
     @property
-    def board(self) -> Board:
+    def revision_page(self) -> RevisionPage:
         """The revisions that the replica serves."""
-        return self._weights.board
+        return self._weights.revision_page
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -69,14 +69,14 @@ class RanksKeeper(Keeper):
 class RanksWeights(NodeWeights):
     """The weights of a model on several ranks. Each reads its part from the source itself."""
 
-    def __init__(self, spec: Spec, node: str, model: Model, others: Others) -> None:
-        super().__init__(spec, node, model, Board())
+    def __init__(self, spec: DeploymentSpec, node: str, model: Model, others: Others) -> None:
+        super().__init__(spec, node, model, RevisionPage())
         self._others = others
 
     def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
         staged = super().stage(path, weights)
         onto = [(base.source, base.weights_id) for base in weights.bases or ()]
-        self._others.tell(Rank.stage, str(path), onto, self._options(weights))
+        self._others.send(Rank.stage, str(path), onto, self._options(weights))
         return staged
 
     def complete(self, staged: Staged, is_wanted: Callable[[], bool]) -> None:

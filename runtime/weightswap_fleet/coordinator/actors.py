@@ -1,7 +1,7 @@
-"""The controller of a fleet, and the keepers of its nodes, as actors of Ray.
+"""The coordinator of a fleet, and the agents of its nodes, as actors of Ray.
 
-Both are detached and named, so that whoever needs them finds or starts them, and Ray restarts them. The controller's
-state is in the keepers and the place, so it may die at any time.
+Both are detached and named, so that whoever needs them finds or starts them, and Ray restarts them. The coordinator's
+state is in the agents and the desired store, so it may die at any time.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightswap_fleet.documents import (
     TRIAL_LEASE,
+    DeploymentSpec,
     FleetPlan,
     FleetReceipt,
     NodeMethods,
     NodeStatus,
-    Spec,
-    TrialOrder,
     TrialReport,
+    TrialRequest,
 )
 from weightswap_fleet.errors import UnknownFleet
 from weightswap_fleet.metrics import joined
-from weightswap_fleet.node.keeper import NodeKeeper
+from weightswap_fleet.node.agent import NodeAgent
 from weightswap_fleet.node.relay import ObjectDescription, Relay, RelayMethods
 from weightswap_runtime.errors import (
     StageClosed,
@@ -46,12 +46,12 @@ from weightswap_runtime.errors import (
     with_rule,
 )
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
-from weightswap_runtime.following.place import DesiredPlace, Known, described, known_weights
+from weightswap_runtime.following.desired_store import DesiredStore, Known, described, known_weights
 
 from .agreement import DEADLINES, Agreement, Deadlines, FleetTrial, Verdict, reader_of
 
 NAMESPACE = "weightswap"
-_KEEPER, _RELAY = "keeper", "relay"
+_AGENT, _RELAY = "agent", "relay"
 _SHOWN = 12  # characters of a node's id
 _ACTOR_OPTIONS: dict[str, Any] = {
     "namespace": NAMESPACE,
@@ -59,14 +59,14 @@ _ACTOR_OPTIONS: dict[str, Any] = {
     "get_if_exists": True,
     "max_restarts": -1,
     "max_concurrency": 16,
-    "num_cpus": 0,  # a node that has given all of its CPUs to replicas needs a keeper, too
+    "num_cpus": 0,  # a node that has given all of its CPUs to replicas needs an agent, too
     # outside the placement group of the replica that starts it, with which it would end
     "scheduling_strategy": "DEFAULT",
 }
 _ANSWER = 5.0  # seconds to wait for quick methods
 _CHUNK = 60.0  # seconds to wait for a chunk of weights from another node
-_IDLE, _LOOK = 600.0, 5.0  # seconds without replicas after which a keeper ends, and between two looks
-_TRIAL_LOOK = 1.0  # seconds between two looks at a trial
+_IDLE, _POLL = 600.0, 5.0  # seconds without replicas after which an agent ends, and between two polls
+_TRIAL_POLL = 1.0  # seconds between two polls of a trial
 _ABORT = 20.0  # seconds for which an abort waits for another change
 _log = logging.getLogger("weightswap.fleet")
 F = TypeVar("F")
@@ -75,8 +75,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Controller:
-    """The controller of a fleet, whose methods are those of `client.Fleet`."""
+class Coordinator:
+    """The coordinator of a fleet, whose methods are those of `client.Fleet`."""
 
     def __init__(self, fleet: str) -> None:
         self._fleet = fleet
@@ -101,30 +101,30 @@ class Controller:
         return self._agreement().rollback(to, by, why, hold, deadlines)
 
     def hold(self, by: str, why: str) -> DesiredState:
-        return self._write(lambda place, revision: place.hold(revision=revision, by=by, why=why))
+        return self._write(lambda desired_store, revision: desired_store.hold(revision=revision, by=by, why=why))
 
     def release(self) -> DesiredState:
-        return self._write(lambda place, revision: place.release(revision=revision))
+        return self._write(lambda desired_store, revision: desired_store.release(revision=revision))
 
     def desired(self) -> DesiredState:
-        return DesiredPlace(find_spec(self._fleet).place).read()
+        return DesiredStore(find_spec(self._fleet).desired_store).read()
 
     def begin_trial(self, source: str, plan: FleetPlan, by: str, why: str, deadlines: Deadlines) -> TrialReport:
         plan.check()
         began, known = time.monotonic(), known_weights(source)
         with self._exclusively(began, deadlines) as remaining:
             if self._trial is not None:
-                current = self._trial.order.weights
+                current = self._trial.request.weights
                 raise StagingBusy(
                     f"{current.weights_id[:_SHOWN]} is on trial{f' by {current.by}' if current.by else ''}; promote or "
                     "abort it first"
                 )
             spec = find_spec(self._fleet)
-            nodes, place = RayNodes(spec), DesiredPlace(spec.place)
-            state = place.read() if known.base else DesiredState()
-            weights = place.located(described(source, known, by, why, state))
-            order = TrialOrder(uuid.uuid4().hex, source, weights, plan, reader=reader_of(nodes))
-            trial = FleetTrial(order, nodes)
+            nodes, desired_store = RayNodes(spec), DesiredStore(spec.desired_store)
+            state = desired_store.read() if known.base else DesiredState()
+            weights = desired_store.located(described(source, known, by, why, state))
+            request = TrialRequest(uuid.uuid4().hex, source, weights, plan, reader=reader_of(nodes))
+            trial = FleetTrial(request, nodes)
             trial.begin(remaining.prepare)
             self._trial = trial
             return trial.report()
@@ -132,7 +132,7 @@ class Controller:
     def promote(self, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
         with self._exclusively(time.monotonic(), deadlines) as remaining:
             trial = self._current_trial()
-            source, weights = trial.order.source, trial.order.weights
+            source, weights = trial.request.source, trial.request.weights
             receipt = self._agreement().swap(source, _known(weights), by, why or weights.why, remaining)
             self._conclude(trial, "promoted", _said(by, why))
             return receipt
@@ -165,12 +165,12 @@ class Controller:
 
     def _agreement(self) -> Agreement:
         spec = find_spec(self._fleet)
-        return Agreement(DesiredPlace(spec.place), RayNodes(spec))
+        return Agreement(DesiredStore(spec.desired_store), RayNodes(spec))
 
-    def _write(self, write: Callable[[DesiredPlace, int], DesiredState]) -> DesiredState:
+    def _write(self, write: Callable[[DesiredStore, int], DesiredState]) -> DesiredState:
         spec = find_spec(self._fleet)
-        place, nodes = DesiredPlace(spec.place), RayNodes(spec)
-        state = write(place, place.read().revision)
+        desired_store, nodes = DesiredStore(spec.desired_store), RayNodes(spec)
+        state = write(desired_store, desired_store.read().revision)
         nodes.call(nodes.names(), _ANSWER, NodeMethods.reconcile_soon)
         return state
 
@@ -184,14 +184,14 @@ class Controller:
         return self._last
 
     def _lead(self) -> None:
-        """Lead the trial: renew it, and do what its rules say. A new controller finds a running one in the nodes."""
+        """Lead the trial: renew it, and do what its rules say. A new coordinator finds a running one in the nodes."""
         while True:
-            time.sleep(_TRIAL_LOOK)
+            time.sleep(_TRIAL_POLL)
             try:
                 if self._trial is None and time.monotonic() < self._started + TRIAL_LEASE:
                     self._find_trial()
                 if (trial := self._trial) is not None:
-                    self._act_on(trial.look(), trial)
+                    self._act_on(trial.poll(), trial)
             except Exception:
                 _log.exception("%s: could not check the trial", self._fleet)
 
@@ -201,7 +201,7 @@ class Controller:
                 self._trial = FleetTrial.find(RayNodes(find_spec(self._fleet)))
 
     def _act_on(self, verdict: Verdict | None, trial: FleetTrial) -> None:
-        """Do what a verdict says. While another change is made, leave it to the next look."""
+        """Do what a verdict says. While another change is made, leave it to the next poll."""
         if verdict is None or not self._changing.acquire(blocking=False):
             return
         try:
@@ -217,7 +217,7 @@ class Controller:
 
     def _promote_by_rule(self, trial: FleetTrial, rule: str) -> None:
         """Publish the weights as a trainer does. Under a hold the trial goes on; any other error aborts it."""
-        source, weights = trial.order.source, trial.order.weights
+        source, weights = trial.request.source, trial.request.weights
         try:
             why = with_rule(weights.why, f"trial: {rule}")
             self._agreement().publish(source, _known(weights), weights.by, why, DEADLINES)
@@ -251,31 +251,31 @@ def this_node() -> str:
     return str(ray.get_runtime_context().get_node_id()[:_SHOWN])
 
 
-def controller_of(fleet: str) -> ActorHandle[Controller]:
-    """Return the controller of a fleet, started if there is none."""
-    return ray.remote(Controller).options(**_ACTOR_OPTIONS, name=_controller_name(fleet)).remote(fleet)
+def coordinator_of(fleet: str) -> ActorHandle[Coordinator]:
+    """Return the coordinator of a fleet, started if there is none."""
+    return ray.remote(Coordinator).options(**_ACTOR_OPTIONS, name=_coordinator_name(fleet)).remote(fleet)
 
 
-def keeper_of_this_node(spec: Spec) -> ActorHandle[NodeKeeper]:
-    """Return the keeper of this process's node, started if there is none."""
+def agent_of_this_node(spec: DeploymentSpec) -> ActorHandle[NodeAgent]:
+    """Return the agent of this process's node, started if there is none."""
     node = ray.get_runtime_context().get_node_id()
     options = _ACTOR_OPTIONS | {
-        "name": keeper_name(spec, this_node()),
+        "name": agent_name(spec, this_node()),
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
     }
-    actor_class = ray.remote(concurrency_groups={_RELAY: 16})(_KeeperActor)
+    actor_class = ray.remote(concurrency_groups={_RELAY: 16})(_AgentActor)
     return actor_class.options(**options).remote(spec, this_node())
 
 
-def _controller_name(fleet: str) -> str:
-    return f"controller:{fleet}"
+def _coordinator_name(fleet: str) -> str:
+    return f"coordinator:{fleet}"
 
 
-def keeper_name(spec: Spec, node: str) -> str:
+def agent_name(spec: DeploymentSpec, node: str) -> str:
     """Return the name of an actor with the `NodeMethods`. node: the beginning of its id, and `.` with more for one of
     several there."""
-    return f"{_KEEPER}:{spec.fleet}:{spec.key}:{node}"
+    return f"{_AGENT}:{spec.fleet}:{spec.key}:{node}"
 
 
 def send(
@@ -290,15 +290,15 @@ def send(
 
 
 class RayNodes:
-    """The keepers of a fleet's nodes, for one artifact and place; see `agreement.Nodes`."""
+    """The agents of a fleet's nodes, for one artifact and desired store; see `agreement.Nodes`."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: DeploymentSpec) -> None:
         self._spec = spec
 
     def names(self) -> list[str]:
         """Return the names of living nodes: the beginnings of their ids."""
-        prefix = keeper_name(self._spec, "")
-        return [name.removeprefix(prefix) for name in _keepers(self._spec.fleet) if name.startswith(prefix)]
+        prefix = agent_name(self._spec, "")
+        return [name.removeprefix(prefix) for name in _agents(self._spec.fleet) if name.startswith(prefix)]
 
     def call(
         self,
@@ -309,31 +309,31 @@ class RayNodes:
         **options: P.kwargs,
     ) -> dict[str, R | Exception]:
         """Call a method of these nodes concurrently. Returns the answer, or the exception, of each."""
-        keepers = [keeper_name(self._spec, name) for name in names]
-        return dict(zip(names, _call(keepers, timeout, method, *arguments, **options), strict=True))
+        agents = [agent_name(self._spec, name) for name in names]
+        return dict(zip(names, _call(agents, timeout, method, *arguments, **options), strict=True))
 
 
-def _keepers(fleet: str) -> list[str]:
-    """Return the actor names of keepers on living nodes, and of replicas with ranks. fleet: "" for all fleets."""
+def _agents(fleet: str) -> list[str]:
+    """Return the actor names of agents on living nodes, and of replicas with ranks. fleet: "" for all fleets."""
     living = {node["NodeID"][:_SHOWN] for node in ray.nodes() if node["Alive"]}
     named = ray.util.list_named_actors(all_namespaces=True)
     ours = [actor["name"] for actor in named if actor["namespace"] == NAMESPACE]
-    prefix = f"{_KEEPER}:{fleet}:" if fleet else f"{_KEEPER}:"
+    prefix = f"{_AGENT}:{fleet}:" if fleet else f"{_AGENT}:"
     return sorted(
         name for name in ours if name.startswith(prefix) and name.rpartition(":")[2].partition(".")[0] in living
     )
 
 
 def _call(
-    keepers: Sequence[str],
+    agents: Sequence[str],
     timeout: float,
     method: Callable[Concatenate[NodeMethods, P], R],
     *arguments: P.args,
     **options: P.kwargs,
 ) -> list[R | Exception]:
-    """Call a method of keepers concurrently. Returns their answers in order; an exception instead of a missing one."""
+    """Call a method of agents concurrently. Returns their answers in order; an exception instead of a missing one."""
     calls: list[ray.ObjectRef[R] | Exception] = []
-    for name in keepers:
+    for name in agents:
         try:
             calls.append(send(ray.get_actor(name, NAMESPACE), method, *arguments, **options))
         except (ValueError, RayError) as error:  # the actor has ended
@@ -357,7 +357,7 @@ def _answer(reference: ray.ObjectRef[R], late: TimeoutError) -> R | Exception:
     return answer
 
 
-def metrics(spec: Spec) -> str:
+def metrics(spec: DeploymentSpec) -> str:
     """Return the metrics of all nodes that answer, in Prometheus' text format."""
     nodes = RayNodes(spec)
     answers = nodes.call(nodes.names(), _ANSWER, NodeMethods.metrics)
@@ -367,21 +367,21 @@ def metrics(spec: Spec) -> str:
 def statuses(fleet: str) -> list[NodeStatus]:
     """Return the status of each node, also of those that do not answer. Raises UnknownFleet if none does.
 
-    Keepers of an earlier deployment, of another graph or place, remain for a while, and are left out.
+    Agents of an earlier deployment, of another graph or desired store, remain for a while, and are left out.
     """
-    keepers = _keepers(fleet)
-    answers = dict(zip(keepers, _call(keepers, _ANSWER, NodeMethods.status), strict=True))
+    agents = _agents(fleet)
+    answers = dict(zip(agents, _call(agents, _ANSWER, NodeMethods.status), strict=True))
     specs = [answer.spec for answer in answers.values() if not isinstance(answer, Exception)]
     if not specs:
         if answers:
             raise UnknownFleet(f"{fleet}: none of its {len(answers)} nodes answers; try again in a moment")
-        others = ", ".join(sorted({name.split(":")[1] for name in _keepers("")})) or "none"
+        others = ", ".join(sorted({name.split(":")[1] for name in _agents("")})) or "none"
         raise UnknownFleet(
             f"{fleet}: no fleet of that name has a node here. Deployed on this cluster: {others}; deploy it first, "
             "or give another name"
         )
     latest = max(specs, key=attrgetter("since"))
-    prefix = keeper_name(latest, "")
+    prefix = agent_name(latest, "")
     return [
         answer
         if not isinstance(answer, Exception)
@@ -391,26 +391,26 @@ def statuses(fleet: str) -> list[NodeStatus]:
     ]
 
 
-def find_spec(fleet: str) -> Spec:
+def find_spec(fleet: str) -> DeploymentSpec:
     """Return the latest deployment of a fleet that its nodes know. Raises UnknownFleet."""
     return max((status.spec for status in statuses(fleet)), key=attrgetter("since"))
 
 
 def end_actors(fleet: str) -> None:
-    """End the keepers and the controller of a fleet."""
-    for name in (*_keepers(fleet), _controller_name(fleet)):
+    """End the agents and the coordinator of a fleet."""
+    for name in (*_agents(fleet), _coordinator_name(fleet)):
         with suppress(ValueError):  # the actor has ended
             ray.kill(ray.get_actor(name, NAMESPACE))
 
 
-# other nodes wait here for chunks of weights; in the actor's own 16 threads they would block orders
+# other nodes wait here for chunks of weights; in the actor's own 16 threads they would block changes
 _beside_others: Callable[[F], F] = ray.method(concurrency_group=_RELAY)
 
 
-class _KeeperActor(NodeKeeper):
-    """The actor of a node's keeper, with the `RelayMethods` for the keepers of other nodes."""
+class _AgentActor(NodeAgent):
+    """The actor of a node's agent, with the `RelayMethods` for the agents of other nodes."""
 
-    def __init__(self, spec: Spec, node: str) -> None:
+    def __init__(self, spec: DeploymentSpec, node: str) -> None:
         if spec.op_libraries:
             from weightswap_runtime.engines.operators import import_libraries  # needs torch
 
@@ -434,15 +434,15 @@ class _KeeperActor(NodeKeeper):
         self._reader.settle(url, tag)
 
 
-def _end_when_idle(keeper: NodeKeeper) -> None:
-    """Free the memory of this process's keeper after a while without replicas, as some may come back.
+def _end_when_idle(agent: NodeAgent) -> None:
+    """Free the memory of this process's agent after a while without replicas, as some may come back.
 
-    A restarted keeper to which no replica has sent its deployment ends soon: it would block changes of the fleet.
+    A restarted agent to which no replica has sent its deployment ends soon: it would block changes of the fleet.
     """
     since = time.monotonic()
-    while time.monotonic() - since < (_IDLE if keeper.is_deployed else _LOOK):
-        time.sleep(_LOOK)
-        if keeper.status().replicas:
+    while time.monotonic() - since < (_IDLE if agent.is_deployed else _POLL):
+        time.sleep(_POLL)
+        if agent.status().replicas:
             since = time.monotonic()
     ray.kill(ray.get_runtime_context().current_actor)
 
@@ -450,11 +450,11 @@ def _end_when_idle(keeper: NodeKeeper) -> None:
 class _Transfer:
     """A `Transfer` through Ray's object store, in which any node with a chunk passes it on."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: DeploymentSpec) -> None:
         self._spec = spec
 
     def relay_of(self, node: str) -> RelayMethods:
-        return RemoteRelay(ray.get_actor(keeper_name(self._spec, node), NAMESPACE))
+        return RemoteRelay(ray.get_actor(agent_name(self._spec, node), NAMESPACE))
 
     def put(self, content: bytearray) -> Any:
         return [ray.put(np.frombuffer(content, np.uint8))]  # in a list, as Ray would resolve a bare reference
