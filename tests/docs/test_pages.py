@@ -13,7 +13,7 @@ from tests import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests" / "README.md"])
 WIDTH = 120
-WIDE_TABLES = {"architecture", "libraries", "transformers"}
+WIDE_TABLES = {"architecture", "glossary", "libraries", "transformers"}
 MAP = ROOT / "docs" / "architecture.md"
 SUBPACKAGES = [page.parent for page in ROOT.glob("[er]*/weightswap_*/*/__init__.py")]
 
@@ -54,7 +54,7 @@ def test_names_are_there(page: Path) -> None:
 
 @every_page
 def test_lines_fit(page: Path) -> None:
-    """Tables of figures and of types are as scripts print them; those of tests and of the architecture have links."""
+    """Tables of figures and of types are as scripts print them; tests, architecture and glossary have links."""
     has_wide_tables = page.parent.name in ("benchmarks", "tests") or page.stem in WIDE_TABLES
     printed = "|" if has_wide_tables else "\0"
     lines = enumerate(page.read_text().splitlines(), start=1)
@@ -70,7 +70,7 @@ def test_every_page_can_be_reached() -> None:
     assert [page for page in PAGES if page not in reached] == []
 
 
-def test_every_room_is_on_the_map() -> None:
+def test_every_subpackage_is_on_the_map() -> None:
     shown = {path.resolve() for path, _ in links(MAP)}
     assert len(SUBPACKAGES) > 20
     assert [subpackage for subpackage in SUBPACKAGES if subpackage not in shown] == []
