@@ -299,7 +299,7 @@ class Follower(Watching):
     def wait(self, timeout: float | None = None, *, revision: int = 0) -> bool:
         """Wait, for at most `timeout` seconds, until the model serves the desired weights. Return whether it does.
 
-        revision: wait for the weights of this revision or a later one.
+        Their receipt is in the history then. revision: wait for the weights of this revision or a later one.
         """
         check_timeout(timeout)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -308,8 +308,9 @@ class Follower(Watching):
         return self._agrees_on(revision)
 
     def _agrees_on(self, revision: int) -> bool:
-        status = self.status
-        return status.agrees and (status.revision or 0) >= revision
+        status, target = self.status, self._target
+        is_committing = target is not None and any(change.phase == "committing" for change in target.open)
+        return status.agrees and (status.revision or 0) >= revision and not is_committing
 
     def __repr__(self) -> str:
         return self._described(self.desired_store.where)

@@ -37,6 +37,7 @@ from weightswap_runtime import (
 from weightswap_runtime.following import reconciler as reconciling
 from weightswap_runtime.following.desired_store import Known
 from weightswap_runtime.jobs import Job
+from weightswap_runtime.live.context import Contexts
 
 NO_GOLDENS = b"\2" + bytes(7) + b"{}"  # a whole file, which holds none
 
@@ -122,6 +123,20 @@ def test_a_desired_store_may_come_later(model: Model, tiny: TinyArtifact, tmp_pa
     kinds = [event.kind for event in events if event.kind != "waiting"]  # for the first weights, if it sees none
     assert kinds == ["unreachable", "staging", "staged", "committed"]
     assert events[0].source == str(tmp_path / "service")
+
+
+def test_a_wait_ends_when_the_receipt_is_there(model: Model, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    outdated_by = Contexts.outdated_by
+
+    def slow(contexts: Contexts, weights_id: str) -> dict[str, int]:  # between the commit and its receipt
+        time.sleep(0.2)
+        return outdated_by(contexts, weights_id)
+
+    monkeypatch.setattr(Contexts, "outdated_by", slow)
+    service.set(1)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        assert model.history[-1].weights_id == model.weights_id
 
 
 def test_a_model_without_weights_says_that_it_waits_for_the_first(tiny: TinyArtifact, service: Service) -> None:
