@@ -41,6 +41,7 @@ from weightswap_runtime.engines.choosing import ENGINES
 from weightswap_runtime.engines.operators import RANKS
 from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, Unsupported, WeightswapError, listed
 from weightswap_runtime.format.artifact import zeros
+from weightswap_runtime.format.canonical import encode_tensors
 from weightswap_runtime.format.cuts import part_of_rank
 from weightswap_runtime.format.goldens import GOLDENS_NAME, INPUTS_NAME
 from weightswap_runtime.format.manifest import (
@@ -59,7 +60,7 @@ from weightswap_runtime.format.manifest import (
     encode_manifest,
     with_graph_id,
 )
-from weightswap_runtime.format.safetensors import encode_tensors, parse_file
+from weightswap_runtime.format.safetensors import parse_file
 from weightswap_runtime.format.signature import Signature, leaves
 from weightswap_runtime.sources.location import check_writable
 from weightswap_runtime.sources.writing import new_folder

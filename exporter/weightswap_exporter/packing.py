@@ -33,16 +33,11 @@ from weightswap_runtime.errors import (
     WeightswapError,
     listed,
 )
+from weightswap_runtime.format.canonical import StampedFile, canonical_order, new_weight_file
 from weightswap_runtime.format.identity import Counts, Nonfinite, count_nonfinite, newly_nonfinite
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.names import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key, patterns, tied_names
-from weightswap_runtime.format.safetensors import (
-    StampedFile,
-    TensorRow,
-    canonical_order,
-    label_problem,
-    new_weight_file,
-)
+from weightswap_runtime.format.safetensors import TensorRow, label_problem
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
 from weightswap_runtime.sources.location import check_writable
 from weightswap_runtime.sources.writing import companion, is_file

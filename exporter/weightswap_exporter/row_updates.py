@@ -21,10 +21,11 @@ from weightswap_exporter.modules.tensors import tie_key
 from weightswap_runtime import Artifact
 from weightswap_runtime.byte_ranges import CHUNK, ByteRanges, gather
 from weightswap_runtime.errors import CheckpointError, listed
+from weightswap_runtime.format.canonical import StampedFile
 from weightswap_runtime.format.delta import Changed, DeltaStamp, new_delta_file
 from weightswap_runtime.format.identity import Counts, count_nonfinite, newly_nonfinite
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.safetensors import StampedFile, weights_id
+from weightswap_runtime.format.safetensors import weights_id
 from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.native import Offsets
 from weightswap_runtime.tensors import BLOCK, Blocks, TensorHasher, TensorType, tensor_digest

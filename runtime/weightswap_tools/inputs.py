@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import InputMismatch, Unsupported, WeightFileError, WeightswapError
+from weightswap_runtime.format.canonical import canonical_order, encode_tensors, write_weight_file
 from weightswap_runtime.format.expressions import all_hold
 from weightswap_runtime.format.manifest import Manifest
-from weightswap_runtime.format.safetensors import canonical_order, encode_tensors, parse_file, write_weight_file
+from weightswap_runtime.format.safetensors import parse_file
 from weightswap_runtime.format.signature import (
     Integer,
     Leaf,

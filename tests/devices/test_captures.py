@@ -14,7 +14,8 @@ from weightswap_runtime.engines.torch_device import AcceleratedEngine, Accelerat
 from weightswap_runtime.errors import DeviceError, Unsupported
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.memory.arena import ArenaLayout
-from weightswap_runtime.memory.device import DeviceArena, Event, Ring, Stream
+from weightswap_runtime.memory.device import Event, Stream
+from weightswap_runtime.memory.device_arena import DeviceArena, Ring
 
 
 class SynchronousDevice:

@@ -32,10 +32,10 @@ from weightswap_runtime.format.identity import count_nonfinite
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.jobs import Job
-from weightswap_runtime.memory import device as device_arena
-from weightswap_runtime.memory import torch_device
+from weightswap_runtime.memory import device_arena, torch_device
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, Content, Inspected
-from weightswap_runtime.memory.device import BlockTable, DeviceArena, Ring
+from weightswap_runtime.memory.device import BlockTable
+from weightswap_runtime.memory.device_arena import DeviceArena, Ring
 from weightswap_runtime.memory.torch_device import SOURCE, TorchBuffer, compile_source
 from weightswap_runtime.sources.byte_source import LocalFile
 from weightswap_runtime.staging import reading

@@ -13,9 +13,8 @@ from tests.support.accelerators import ACCELERATOR, on_accelerator
 from tests.support.slow_streams import Numbers, keep_busy, number
 from weightswap_exporter import export, pack
 from weightswap_runtime import load
-from weightswap_runtime.memory import device as device_arena
-from weightswap_runtime.memory import torch_device
-from weightswap_runtime.memory.device import DeviceInspection
+from weightswap_runtime.memory import device_arena, torch_device
+from weightswap_runtime.memory.device_arena import DeviceInspection
 
 pytestmark = [pytest.mark.skipif(ACCELERATOR != "cuda", reason="needs torch.cuda._sleep")]
 NBYTES = 8 << 20

@@ -23,7 +23,7 @@ from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import OutOfMemory, StageCancelled
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.jobs import Job
-from weightswap_runtime.memory import device as device_module
+from weightswap_runtime.memory import device_arena as device_module
 from weightswap_runtime.memory.arena import (
     ArenaLayout,
     ByteRange,
@@ -33,7 +33,7 @@ from weightswap_runtime.memory.arena import (
     copy_bytes,
     copy_ranges,
 )
-from weightswap_runtime.memory.device import BUFFER_BYTES, SHARE, DeviceArena, Region, Ring, plan_runs
+from weightswap_runtime.memory.device_arena import BUFFER_BYTES, SHARE, DeviceArena, Region, Ring, plan_runs
 from weightswap_runtime.memory.device_memory import DeviceMemory, DevicePatch
 from weightswap_runtime.staging.reading import Piece, read_pieces
 from weightswap_runtime.tensors import BLOCK
@@ -361,7 +361,7 @@ def test_it_works_with_as_many_buffers_as_can_be_locked(monkeypatch: pytest.Monk
 def test_no_more_than_a_share_of_the_host_s_memory_is_locked(
     free: int | None, buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightswap_runtime.memory.device.available", lambda: free)
+    monkeypatch.setattr("weightswap_runtime.memory.device_arena.available", lambda: free)
     device = Counting(0)
     Ring(device, 5).allocate()
     assert device.locked == buffers

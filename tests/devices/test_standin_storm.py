@@ -16,7 +16,7 @@ from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import Artifact, DeviceError, Model, ModelFailed, OutOfMemory
 from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.memory.arena import Arena
-from weightswap_runtime.memory.device import DeviceArena, Ring
+from weightswap_runtime.memory.device_arena import DeviceArena, Ring
 from weightswap_runtime.memory.device_memory import RESERVE, DeviceMemory
 from weightswap_runtime.tensors import TensorBytes
 

@@ -527,7 +527,7 @@ import os, sys, time
 from pathlib import Path
 from tests.support.recommender import Recommender, sparse_optimizers, train
 from weightswap_exporter import RowTracker, publish
-from weightswap_runtime.format.safetensors import StampedFile
+from weightswap_runtime.format.canonical import (StampedFile)
 
 model = Recommender()
 optimizers = sparse_optimizers(model)

@@ -20,11 +20,12 @@ import numpy as np
 from tests.fuzzing.subjects import Readers
 from tests.support.varied import small_blocks
 from weightswap_runtime import WeightswapError
+from weightswap_runtime.format.canonical import canonical_order, pack_ranges, render_header
 from weightswap_runtime.format.context_file import ContextStamp, read_context
 from weightswap_runtime.format.delta import DELTA_KEY
 from weightswap_runtime.format.goldens import Case, encode_goldens, goldens_beside
 from weightswap_runtime.format.peft import CONFIG_NAME, read_config
-from weightswap_runtime.format.safetensors import METADATA_KEY, canonical_order, pack_ranges, render_header
+from weightswap_runtime.format.safetensors import METADATA_KEY
 from weightswap_runtime.tensors import array_content, digest_of
 from weightswap_server.admin.app import CHANGES, staging_of
 from weightswap_server.admin.documents import LoadRequest

@@ -10,7 +10,8 @@ import pytest
 from weightswap_runtime import byte_ranges
 from weightswap_runtime import tensors as digests
 from weightswap_runtime.format import delta as deltas
-from weightswap_runtime.format.safetensors import TensorRow, canonical_order, write_weight_file
+from weightswap_runtime.format.canonical import canonical_order, write_weight_file
+from weightswap_runtime.format.safetensors import TensorRow
 from weightswap_runtime.memory import arena as patches
 from weightswap_runtime.staging import delta as overlay
 from weightswap_runtime.staging import reading

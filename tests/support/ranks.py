@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.support.ports import free_port
 from weightswap_runtime import Ranks, WeightFile, process_group
+from weightswap_runtime.format.canonical import canonical_order, new_weight_file, pack_ranges, render_header
 from weightswap_runtime.format.goldens import Case, Environment, encode_goldens
 from weightswap_runtime.format.manifest import (
     RANKS_VERSION,
@@ -30,13 +31,7 @@ from weightswap_runtime.format.manifest import (
     encode_manifest,
     with_graph_id,
 )
-from weightswap_runtime.format.safetensors import (
-    TensorRow,
-    canonical_order,
-    new_weight_file,
-    pack_ranges,
-    render_header,
-)
+from weightswap_runtime.format.safetensors import TensorRow
 from weightswap_runtime.format.signature import Dimension, Signature, Tensor, Tuple
 from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.torch_tensors import tensor_content

@@ -14,6 +14,7 @@ from blake3 import blake3
 from torch import nn
 
 from weightswap_runtime import Model
+from weightswap_runtime.format.canonical import pack_ranges, render_header, write_weight_file
 from weightswap_runtime.format.manifest import (
     Conversion,
     GraphInput,
@@ -25,7 +26,7 @@ from weightswap_runtime.format.manifest import (
     encode_manifest,
     with_graph_id,
 )
-from weightswap_runtime.format.safetensors import TensorRow, pack_ranges, render_header, write_weight_file
+from weightswap_runtime.format.safetensors import TensorRow
 from weightswap_runtime.format.signature import Dimension, Signature, Tensor
 
 

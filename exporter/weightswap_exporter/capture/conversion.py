@@ -23,6 +23,7 @@ from weightswap_exporter.modules import libraries
 from weightswap_exporter.modules.stand_ins import Unrecordable, first_line, install, restored, tied, without_values
 from weightswap_exporter.modules.tensors import ModelView, TieKey, dtype_name, is_fake, tie_key
 from weightswap_runtime.errors import CaptureError, listed
+from weightswap_runtime.format.canonical import encode_tensors
 from weightswap_runtime.format.manifest import (
     CONVERSION_CONSTANTS_NAME,
     CONVERSION_NAME,
@@ -31,7 +32,6 @@ from weightswap_runtime.format.manifest import (
     NamedTensor,
     WeightSource,
 )
-from weightswap_runtime.format.safetensors import encode_tensors
 from weightswap_runtime.torch_tensors import tensor_content, torch_dtype
 
 from .archive import program_archive

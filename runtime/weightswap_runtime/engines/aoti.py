@@ -31,7 +31,7 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import Method
 from weightswap_runtime.format.signature import Integer, Leaf, Tensor, input_leaves, leaves, sizes_of
 from weightswap_runtime.memory.arena import Arena
-from weightswap_runtime.memory.device import DeviceArena
+from weightswap_runtime.memory.device_arena import DeviceArena
 from weightswap_runtime.torch_tensors import torch_dtype
 
 from .aoti_package import BESIDE_GPUS, Package, find_targets, gpu_target, machine_name, machine_targets, read_package

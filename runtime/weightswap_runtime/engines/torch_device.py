@@ -31,7 +31,8 @@ from weightswap_runtime.format.signature import (
     size_at,
 )
 from weightswap_runtime.memory.arena import Arena
-from weightswap_runtime.memory.device import DeviceArena, check_call
+from weightswap_runtime.memory.device import check_call
+from weightswap_runtime.memory.device_arena import DeviceArena
 from weightswap_runtime.memory.torch_device import Accelerator, TorchBuffer, open_accelerator
 from weightswap_runtime.tensors import TensorBytes
 from weightswap_runtime.torch_tensors import default_torch_modes, torch_dtype

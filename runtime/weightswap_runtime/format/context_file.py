@@ -28,8 +28,9 @@ from weightswap_runtime.sources.location import as_location, check_writable
 from weightswap_runtime.sources.opening import find_source
 from weightswap_runtime.tensors import TensorBytes, describe, digest_of, same_type
 
+from .canonical import StampedFile, canonical_order
 from .manifest import NamedTensor
-from .safetensors import LEAST_HEADER, METADATA_KEY, FileTensor, StampedFile, canonical_order, read_header
+from .safetensors import LEAST_HEADER, METADATA_KEY, FileTensor, read_header
 
 _FORMAT_VERSION = 1
 

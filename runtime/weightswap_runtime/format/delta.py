@@ -43,17 +43,9 @@ from weightswap_runtime.tensors import (
     tensor_digest,
 )
 
+from .canonical import StampedFile, canonical_order, encode_tensors
 from .goldens import goldens_behind
-from .safetensors import (
-    DELTA_KEY,
-    Stamp,
-    StampedFile,
-    TensorRow,
-    WeightFile,
-    canonical_order,
-    encode_tensors,
-    label_problem,
-)
+from .safetensors import DELTA_KEY, Stamp, TensorRow, WeightFile, label_problem
 from .weight_set import WeightSet, goldens_path
 
 # Prefixes of a file's tensors: new bytes, and what they replace: ranges of bytes, or rows of the first dimension

@@ -23,8 +23,9 @@ from weightswap_runtime.tensors import DIGEST, DTYPES, TensorBytes, Tolerance, T
 
 from .artifact import Artifact
 from .calls import CallCheck
+from .canonical import canonical_order, encode_tensors
 from .manifest import Manifest, Versioned
-from .safetensors import LEAST_HEADER, METADATA_KEY, TensorRow, canonical_order, encode_tensors, parse_file
+from .safetensors import LEAST_HEADER, METADATA_KEY, TensorRow, parse_file
 from .signature import Integer, Leaf, Signature, Tensor, call_arguments, input_leaves, leaves
 from .weight_set import WeightSet, goldens_path, goldens_url
 

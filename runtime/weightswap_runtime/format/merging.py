@@ -31,6 +31,7 @@ from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.sources.writing import companion
 from weightswap_runtime.tensors import BLOCK, TensorType, describe, digest_of, same_type
 
+from .canonical import canonical_order, new_weight_file
 from .delta import (
     Changed,
     Delta,
@@ -44,7 +45,7 @@ from .delta import (
     row_bytes,
     write_changes,
 )
-from .safetensors import Stamp, TensorRow, canonical_order, new_weight_file
+from .safetensors import Stamp, TensorRow
 from .weight_set import SIGNATURE_SUFFIX, FileSet, StoredTensor, goldens_path, open_weights
 
 _MOST_SIGNATURE = 1 << 20  # bytes

@@ -1,4 +1,4 @@
-"""safetensors files: reading headers that nobody vouches for, and writing weight files in canonical layout.
+"""safetensors files: reading headers that nobody vouches for. `canonical` writes them.
 
 A header says which bytes are which tensor, so it is checked wholly before a byte of data is read: names, types, and
 that the ranges cover the data without gap or overlap. Files that weightswap writes also carry a stamp with digests.
@@ -7,38 +7,31 @@ The layout, the stamp and what is refused are specified in docs/format.md.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import struct
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from json import JSONDecoder
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 from blake3 import blake3
-from msgspec.structs import replace
 
 from weightswap_runtime.errors import WeightFileError, brief, listed
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url, as_location
 from weightswap_runtime.sources.opening import open_source
-from weightswap_runtime.sources.writing import PendingFile
 from weightswap_runtime.tensors import (
     DIGEST,
     DTYPES,
     MAX_DIMENSIONS,
     Blocks,
     TensorBytes,
-    TensorHasher,
     block_count,
     nbytes,
-    tensor_digest,
 )
 
 MAX_HEADER = 100_000_000  # as in the safetensors library
@@ -49,11 +42,8 @@ MOST_LABEL_BYTES = 64 << 10  # servers keep them for each set of weights, and na
 ALIGNMENT = 256  # of the largest tensors in a file, and of all in an arena
 FOREIGN_HEAD = 512  # bytes that `foreign_kind` looks at
 
-_DATA_ALIGNMENT = 4096
-_LABEL_SPACE = 1024  # two sets of weights have the same layout unless labels are longer
-_LENGTH = struct.Struct("<Q")
-_UNKNOWN = "0" * 64  # stands for an id or a digest until the bytes are written
-_DIGEST_BYTES = 32
+LENGTH = struct.Struct("<Q")
+DIGEST_BYTES = 32
 _ONNX = re.compile(rb"\x08[\x01-\x3f][\x12\x1a\x22\x28\x32\x3a\x42]")  # a ModelProto: ir_version, and a next field
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 
@@ -100,7 +90,7 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
         if text is None:
             return None
         raw = b64decode(text)
-        return tuple(raw[start : start + _DIGEST_BYTES] for start in range(0, len(raw), _DIGEST_BYTES))
+        return tuple(raw[start : start + DIGEST_BYTES] for start in range(0, len(raw), DIGEST_BYTES))
 
 
 class TensorRow(NamedTuple):
@@ -184,12 +174,12 @@ def foreign_kind(head: bytes) -> str:
 
 def is_safetensors(head: bytes) -> bool:
     """Return whether a file begins as safetensors files do."""
-    return head[_LENGTH.size : _LENGTH.size + 1] == b"{" and _LENGTH.unpack_from(head)[0] <= MAX_HEADER
+    return head[LENGTH.size : LENGTH.size + 1] == b"{" and LENGTH.unpack_from(head)[0] <= MAX_HEADER
 
 
 def read_header(source: ByteSource, most: int = MAX_HEADER) -> Header:
     """Read and parse the header of a safetensors file. Raises WeightFileError."""
-    prefix = bytearray(min(_LENGTH.size, source.size))
+    prefix = bytearray(min(LENGTH.size, source.size))
     source.read_into([memoryview(prefix)], 0)
     length = header_length(bytes(prefix), source.size, source.where, most)
     raw = bytearray(length)
@@ -199,8 +189,8 @@ def read_header(source: ByteSource, most: int = MAX_HEADER) -> Header:
 
 def parse_file(raw: bytes, where: str, most: int = MAX_HEADER) -> tuple[dict[str, TensorBytes], dict[str, str]]:
     """Return tensors and metadata of a whole file in memory. Raises what `header_length` and `parse_header` raise."""
-    length = header_length(raw[: _LENGTH.size], len(raw), where, most)
-    header = parse_header(raw[_LENGTH.size : _LENGTH.size + length], len(raw), where)
+    length = header_length(raw[: LENGTH.size], len(raw), where, most)
+    header = parse_header(raw[LENGTH.size : LENGTH.size + length], len(raw), where)
     return header.contents(memoryview(raw)[header.data_start :]), header.metadata
 
 
@@ -209,9 +199,9 @@ def header_length(prefix: bytes, file_size: int, where: str, most: int = MAX_HEA
 
     Raises WeightFileError: truncated if the file is too short, else damaged.
     """
-    if len(prefix) < _LENGTH.size:
+    if len(prefix) < LENGTH.size:
         _cut_off(where, f"{file_size} bytes are too few for a safetensors file, which starts with an 8-byte length")
-    length: int = _LENGTH.unpack(prefix)[0]
+    length: int = LENGTH.unpack(prefix)[0]
     if prefix.startswith(b"PK\x03\x04"):
         _refuse_torch(where, "a zip file, like those that torch.save writes")
     if length > MAX_HEADER and prefix.startswith(b"\x80\x02"):
@@ -220,8 +210,8 @@ def header_length(prefix: bytes, file_size: int, where: str, most: int = MAX_HEA
         raise WeightFileError(f"{where}: {foreign}", reason="damaged")
     if length > MAX_HEADER:
         _refuse(where, f"damaged, or not a safetensors file: header of {length} bytes, the format allows {MAX_HEADER}")
-    if _LENGTH.size + length > file_size:
-        _cut_off(where, f"the header claims {length} bytes, the file has {file_size - _LENGTH.size} after its length")
+    if LENGTH.size + length > file_size:
+        _cut_off(where, f"the header claims {length} bytes, the file has {file_size - LENGTH.size} after its length")
     if length > most:
         raise WeightFileError(
             f"{where}: has a header of {length} bytes; for this model at most {most} are read. Give a file with fewer "
@@ -245,7 +235,7 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
 
     Raises WeightFileError: truncated if the file is shorter than the header says, else damaged.
     """
-    data_start = _LENGTH.size + len(raw)
+    data_start = LENGTH.size + len(raw)
     if not raw.startswith(b"{"):
         _refuse(where, "the header does not begin with '{', so it is not a safetensors header")
     try:
@@ -415,7 +405,7 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
         ) from error
     if problem := label_problem(stamp.labels):
         raise WeightFileError(f"{where}: {problem}", reason="damaged")
-    if max(len(stamp.graph_id), len(stamp.weights_id)) > len(_UNKNOWN):
+    if max(len(stamp.graph_id), len(stamp.weights_id)) > 2 * DIGEST_BYTES:
         raise WeightFileError(
             f"{where}: its graph id or weights id has more than 64 digits. Pack the file again.", reason="damaged"
         )
@@ -453,7 +443,7 @@ def _fits_blocks(text: str, tensor: FileTensor | None) -> bool:
         raw = b64decode(text, validate=True)
     except ValueError:
         return False
-    return tensor is not None and len(raw) == block_count(tensor.nbytes) * _DIGEST_BYTES
+    return tensor is not None and len(raw) == block_count(tensor.nbytes) * DIGEST_BYTES
 
 
 def holds_goldens(metadata: Mapping[str, str]) -> bool:
@@ -479,168 +469,3 @@ def weights_id(rows: Iterable[tuple[TensorRow, str]]) -> str:
     """Return BLAKE3 over the sorted lines `name dtype [shape] digest`; independent of file, order and layout."""
     lines = sorted(f"{t.name} {t.dtype} [{','.join(map(str, t.shape))}] {digest}\n" for t, digest in rows)
     return blake3("".join(lines).encode()).hexdigest()
-
-
-def size_alignment(size: int) -> int:
-    """Return the largest power of two that divides `size`, at most 256; 256 for an empty tensor."""
-    return min(size & -size, ALIGNMENT) if size else ALIGNMENT
-
-
-def canonical_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
-    """Sort rows by falling alignment of their size, then by name; every tensor then starts at such an alignment."""
-    return sorted(rows, key=lambda row: (-size_alignment(nbytes(row.dtype, row.shape) or 0), row.name))
-
-
-TensorData = Mapping[str, Iterable[memoryview]] | Iterator[tuple[str, Iterable[memoryview]]]
-
-
-def write_weight_file(
-    path: str | os.PathLike[str],
-    rows: Sequence[TensorRow],
-    data: TensorData,
-    *,
-    graph_id: str,
-    labels: Mapping[str, str] | None = None,
-) -> Stamp:
-    """Write a weight file and return its stamp. The file appears under `path` whole or not at all.
-
-    For the arguments see `new_weight_file`.
-    """
-    with new_weight_file(Path(path), rows, data, graph_id=graph_id, labels=labels or {}, cast={}) as (file, stamp):
-        file.rename(Path(path))
-    return stamp
-
-
-@contextmanager
-def new_weight_file(
-    path: Path,
-    rows: Sequence[TensorRow],
-    data: TensorData,
-    *,
-    graph_id: str,
-    labels: Mapping[str, str],
-    cast: Mapping[str, list[str]],
-    with_blocks: bool = False,
-) -> Iterator[tuple[StampedFile, Stamp]]:
-    """Write a weight file in canonical layout to a temporary name beside `path`; the block must rename it.
-
-    Yields the file, whose bytes are on disk, and its stamp. `data` gives each tensor's little-endian row-major bytes,
-    in pieces, in the order of `canonical_order(rows)`. One tensor is in memory at a time. `cast` is recorded as it is.
-    with_blocks: record the digests of blocks, too.
-    """
-    order = canonical_order(rows)
-    counts = {row.name: block_count(nbytes(row.dtype, row.shape) or 0) for row in order if with_blocks}
-    several = {name: count for name, count in counts.items() if count > 1}
-    blank = Stamp(
-        graph_id=graph_id,
-        weights_id=_UNKNOWN,
-        digests={},
-        labels=dict(labels),
-        cast=dict(cast) if cast else msgspec.UNSET,
-        blocks={name: _base64([bytes(_DIGEST_BYTES)] * count) for name, count in several.items()} or msgspec.UNSET,
-    )
-    with StampedFile(path, order, METADATA_KEY, labels) as file:
-        digests = file.write_tensors(data, blank)
-        stamp = replace(
-            blank,
-            weights_id=weights_id((row, digests[row.name]) for row in order),
-            digests=digests,
-            blocks={name: _base64(file.blocks[name]) for name in several} or msgspec.UNSET,
-        )
-        file.write_stamp(stamp)
-        yield file, stamp
-
-
-def _base64(blocks: Iterable[bytes]) -> str:
-    return b64encode(b"".join(blocks)).decode()
-
-
-class StampedFile(PendingFile):
-    """Safetensors file that is being written: first the tensors, then the stamp with their digests, then the name."""
-
-    def __init__(self, path: Path, order: Sequence[TensorRow], key: str, labels: Mapping[str, str]) -> None:
-        if problem := label_problem(labels):
-            raise ValueError(problem)
-        self._order, self._ranges = order, pack_ranges(order)
-        self._key, self._labels = key, labels
-        self.blocks: dict[str, Blocks] = {}  # the digests of each written tensor's blocks
-        super().__init__(path)
-
-    def write_tensors(self, data: TensorData, blank: msgspec.Struct) -> dict[str, str]:
-        """Write the tensors after a gap for the header, and return their digests by name.
-
-        blank: the stamp without digests; the gap's size is computed from it.
-        """
-        self._free = self.file.write(self._header(replace(blank, digests=dict.fromkeys(self._ranges, _UNKNOWN))))
-        items = iter(data.items() if isinstance(data, Mapping) else data)
-        for row, (name, pieces) in zip(self._order, items, strict=True):
-            if row.name != name:
-                raise ValueError(f"expected the tensor {row.name!r} next, got {name!r}")
-            self.blocks[name] = self._write_tensor(pieces, self._ranges[name].nbytes)
-        return {name: tensor_digest(blocks) for name, blocks in self.blocks.items()}
-
-    def _write_tensor(self, pieces: Iterable[memoryview], expected: int) -> Blocks:
-        hasher = TensorHasher()
-        written = 0
-        for piece in pieces:
-            hasher.update(piece)
-            written += self.file.write(piece)
-        if written != expected:
-            raise ValueError(f"got {written} bytes for a tensor of {expected}")
-        return hasher.blocks
-
-    def write_stamp(self, stamp: msgspec.Struct) -> None:
-        """Write the header into the gap before the tensors, and flush all bytes to disk."""
-        header = self._header(stamp)
-        if len(header) != self._free:
-            raise ValueError("the header changed size between two renderings")
-        self.file.seek(0)
-        self.file.write(header)
-        self.sync()
-
-    def _header(self, stamp: msgspec.Struct) -> bytes:
-        """Return the bytes before the tensors, with room for longer labels."""
-        # transformers and others refuse files without "format"
-        metadata = {"format": "pt", self._key: msgspec.json.encode(stamp).decode()}
-        text = json.dumps(msgspec.json.encode(self._labels).decode(), ensure_ascii=False)
-        return render_header(self._ranges, metadata, reserve=max(0, _LABEL_SPACE - len(text.encode())))
-
-
-def encode_tensors(
-    tensors: Mapping[str, TensorBytes], metadata: Mapping[str, str] = MappingProxyType({})
-) -> list[memoryview]:
-    """Return the pieces of a small safetensors file, in canonical order."""
-    order = canonical_order(TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-    header = render_header(pack_ranges(order), {"format": "pt", **metadata})
-    return [memoryview(header), *(memoryview(tensors[row.name].data) for row in order)]
-
-
-def pack_ranges(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, FileTensor]:
-    """Lay out (name, dtype, shape) rows one after another, and return their ranges. Raises WeightFileError."""
-    placed: dict[str, FileTensor] = {}
-    position = 0
-    for name, dtype, shape in tensors:
-        size = nbytes(dtype, shape)
-        if size is None:
-            raise WeightFileError(f"{name}: {dtype}{list(shape)} does not fill whole bytes")
-        placed[name] = FileTensor(dtype, shape, position, position + size)
-        position += size
-    return placed
-
-
-def render_header(tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], reserve: int = 0) -> bytes:
-    """Return the bytes before the data section, padded with spaces to a multiple of 4096.
-
-    `reserve` is the number of extra bytes to leave room for, so that longer metadata does not move the data section.
-    """
-    entries = {
-        name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.begin, t.end]}
-        for name, t in tensors.items()
-    }
-    document = {"__metadata__": dict(metadata), **entries}
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-    blocks = -(-(_LENGTH.size + len(text) + reserve) // _DATA_ALIGNMENT)
-    size = blocks * _DATA_ALIGNMENT - _LENGTH.size
-    if size > MAX_HEADER:
-        raise WeightFileError(f"a header of {size} bytes would be needed; safetensors allows {MAX_HEADER}")
-    return _LENGTH.pack(size) + text.ljust(size)

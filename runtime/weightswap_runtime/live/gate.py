@@ -1,4 +1,4 @@
-"""The gate between calls and commits: a call leases the current version, a commit replaces it.
+"""The gate between calls and commits: a call leases the current version, a commit replaces it. And the turns of swaps.
 
 A *version* is one set of weights in one session under one generation. In double residency a commit exchanges the
 reference. In single residency it holds new calls, waits for the leases, and releases the calls after the copy.
@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from threading import Condition, RLock
 from typing import Generic, Protocol, TypeVar
 
-from weightswap_runtime.errors import ModelClosed, ModelFailed, NoWeights, WaitTimeout, plural
+from weightswap_runtime.errors import ModelClosed, ModelFailed, NoWeights, StagingBusy, WaitTimeout, plural
 from weightswap_runtime.format.identity import Identity
-from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, fork_safe, this_thread
+from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, Job, fork_safe, renew_in_children, this_thread
+from weightswap_runtime.sources.byte_source import Check
 
 PATIENCE = 1.0  # seconds for which new calls are held while a commit waits for a pin
 
@@ -250,3 +251,74 @@ def _held_leases(session: Leasable) -> list[Claim]:
         elif session.leases.get(key) is reference:
             del session.leases[key]
     return leases
+
+
+class Turns:
+    """The claim that keeps other stagings out until it ends, and the queue of whole swaps."""
+
+    def __init__(self) -> None:
+        self._renew()
+        renew_in_children(self)
+        self._claim_lock = fork_safe(RLock())  # reentrant, for signal handlers
+        self._staging: ClaimReference | None = None
+
+    def _renew(self) -> None:
+        # Of the thread whose turn it is. Listeners run meanwhile: where one forks, and does not return in the child,
+        # other threads there get another lock, as nobody will release this one.
+        self._swap_lock = RLock()
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """Wait for the swaps of other threads, then hold the queue. Raises StagingBusy within a swap of this thread."""
+        if self._swap_lock._is_owned():  # type: ignore[attr-defined]
+            raise StagingBusy(
+                "a listener runs before its swap has ended, so it cannot swap itself: let another thread do it "
+                "after the listener has returned"
+            )
+        with self._swap_lock:
+            yield
+
+    @contextmanager
+    def wait_for_turn(self, check: Check) -> Iterator[None]:
+        """Wait as in `queue`, and call `check` meanwhile. For threads in which no signal handler runs."""
+        lock = self._swap_lock
+        while not lock.acquire(timeout=POLL_SECONDS):
+            check()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def claimed(self, wait: float | None) -> Iterator[Claim]:
+        """Keep others from staging and committing within the block."""
+        ticket = Claim()
+        try:
+            self.claim(ticket, wait, None)
+            yield ticket
+        finally:
+            ticket.end()
+
+    def claim(self, ticket: Claim, wait: float | None, job: Job | None) -> None:
+        """Keep others from staging until `ticket` ends.
+
+        wait: seconds to wait for an open staging; None: do not wait. Raises StagingBusy, and StageCancelled.
+        """
+        deadline = time.monotonic() + (wait or 0.0)
+        while not self._try_claim(ticket):
+            if job is not None:
+                job.check()
+            if time.monotonic() >= deadline:
+                raise StagingBusy(
+                    "another staging of this model is open; commit or discard it first"
+                    + (f" (waited {wait} s)" if wait else ', or pass busy="wait"')
+                )
+            time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+
+    def _try_claim(self, ticket: Claim) -> bool:
+        with self._claim_lock:
+            other = self._staging() if self._staging else None
+            if other is not None and other is not ticket and other.holds:
+                return False
+            self._staging = weakref.ref(ticket)
+            return True

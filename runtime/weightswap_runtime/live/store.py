@@ -28,7 +28,6 @@ from weightswap_runtime.errors import (
     NothingToRollBack,
     NotPromoted,
     RanksRefused,
-    StagingBusy,
     UnexpectedWeights,
     Unsupported,
     WaitTimeout,
@@ -45,9 +44,7 @@ from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import (
-    POLL_SECONDS,
     Claim,
-    ClaimReference,
     Job,
     Uninterrupted,
     fork_safe,
@@ -66,7 +63,7 @@ from weightswap_runtime.staging.sets import plan, stage_full, stage_part
 from weightswap_runtime.threads import WorkerThreads
 
 from .context import Contexts
-from .gate import Gate
+from .gate import Gate, Turns
 from .ranks import Ranks
 from .receipt import Event, EventKind, Events, SwapReceipt
 from .residency import Commit, Ended, Residency, StagedWeights, open_residency
@@ -490,77 +487,6 @@ class WeightStore:
         for variants in list(self.variants) if self.variants else ():
             names |= {what: names.get(what, ()) + more for what, more in variants.keep_for(weights_id, by).items()}
         return names
-
-
-class Turns:
-    """The claim that keeps other stagings out until it ends, and the queue of whole swaps."""
-
-    def __init__(self) -> None:
-        self._renew()
-        renew_in_children(self)
-        self._claim_lock = fork_safe(RLock())  # reentrant, for signal handlers
-        self._staging: ClaimReference | None = None
-
-    def _renew(self) -> None:
-        # Of the thread whose turn it is. Listeners run meanwhile: where one forks, and does not return in the child,
-        # other threads there get another lock, as nobody will release this one.
-        self._swap_lock = RLock()
-
-    @contextmanager
-    def queue(self) -> Iterator[None]:
-        """Wait for the swaps of other threads, then hold the queue. Raises StagingBusy within a swap of this thread."""
-        if self._swap_lock._is_owned():  # type: ignore[attr-defined]
-            raise StagingBusy(
-                "a listener runs before its swap has ended, so it cannot swap itself: let another thread do it "
-                "after the listener has returned"
-            )
-        with self._swap_lock:
-            yield
-
-    @contextmanager
-    def wait_for_turn(self, check: Check) -> Iterator[None]:
-        """Wait as in `queue`, and call `check` meanwhile. For threads in which no signal handler runs."""
-        lock = self._swap_lock
-        while not lock.acquire(timeout=POLL_SECONDS):
-            check()
-        try:
-            yield
-        finally:
-            lock.release()
-
-    @contextmanager
-    def claimed(self, wait: float | None) -> Iterator[Claim]:
-        """Keep others from staging and committing within the block."""
-        ticket = Claim()
-        try:
-            self.claim(ticket, wait, None)
-            yield ticket
-        finally:
-            ticket.end()
-
-    def claim(self, ticket: Claim, wait: float | None, job: Job | None) -> None:
-        """Keep others from staging until `ticket` ends.
-
-        wait: seconds to wait for an open staging; None: do not wait. Raises StagingBusy, and StageCancelled.
-        """
-        deadline = time.monotonic() + (wait or 0.0)
-        while not self._try_claim(ticket):
-            if job is not None:
-                job.check()
-            if time.monotonic() >= deadline:
-                raise StagingBusy(
-                    "another staging of this model is open; commit or discard it first"
-                    + (f" (waited {wait} s)" if wait else ', or pass busy="wait"')
-                )
-            time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-
-    def _try_claim(self, ticket: Claim) -> bool:
-        with self._claim_lock:
-            other = self._staging() if self._staging else None
-            if other is not None and other is not ticket and other.holds:
-                return False
-            self._staging = weakref.ref(ticket)
-            return True
 
 
 def _done(work: Callable[[], object]) -> dict[str, str]:

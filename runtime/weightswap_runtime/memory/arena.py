@@ -19,9 +19,10 @@ import numpy as np
 
 from weightswap_runtime.byte_ranges import ByteRanges, copy, gather, scatter
 from weightswap_runtime.errors import OutOfMemory
+from weightswap_runtime.format.canonical import canonical_order
 from weightswap_runtime.format.cuts import Rank, Share
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.safetensors import ALIGNMENT, canonical_order
+from weightswap_runtime.format.safetensors import ALIGNMENT
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.native import Offsets, copy_bytes
 from weightswap_runtime.tensors import BLOCK, Blocks

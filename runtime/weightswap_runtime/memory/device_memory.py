@@ -19,7 +19,8 @@ from weightswap_runtime.native import as_bytes
 from weightswap_runtime.threads import WorkerThreads
 
 from .arena import Arena, ArenaLayout, HostArena, HostPatch, Patch
-from .device import BUFFER_BYTES, Copy, Device, DeviceArena, Region, Ring, Rows
+from .device import Copy, Device, Rows
+from .device_arena import BUFFER_BYTES, DeviceArena, Region, Ring
 from .host import HostMemory, Memory, StagedIn
 
 T = TypeVar("T")

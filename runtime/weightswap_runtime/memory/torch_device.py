@@ -32,7 +32,8 @@ from weightswap_runtime.threads import WorkerThreads
 from weightswap_runtime.torch_tensors import default_torch_modes
 
 from .arena import Inspected
-from .device import BlockTable, Inspector, Ring, Rows
+from .device import BlockTable, Inspector, Rows
+from .device_arena import Ring
 
 SPARE = 4  # buffers of a ring that are being copied, beside those that threads fill
 SOURCE = Path(__file__).with_name("blake3.cu")

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from weightswap_runtime.errors import Unsupported, WeightFileError, WeightswapError, join_seconds
+from weightswap_runtime.format.canonical import canonical_order, new_weight_file
 from weightswap_runtime.format.identity import Identity
-from weightswap_runtime.format.safetensors import canonical_order, new_weight_file
 from weightswap_runtime.jobs import Claim, Job
 from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.live.store import WeightStore

@@ -23,7 +23,7 @@ import msgspec
 from blake3 import blake3
 
 from weightswap_runtime.errors import DigestMismatch, WeightsMismatch
-from weightswap_runtime.format.safetensors import pack_ranges, render_header
+from weightswap_runtime.format.canonical import pack_ranges, render_header
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.process_groups import Members
 from weightswap_runtime.sources.byte_source import Check

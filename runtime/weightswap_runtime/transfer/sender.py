@@ -25,18 +25,12 @@ import msgspec
 
 from weightswap_runtime.errors import BaseMismatch, NotPromoted, TransferFailed, Unsupported, check_timeout
 from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.canonical import canonical_order, pack_ranges, render_header
 from weightswap_runtime.format.delta import DeltaStamp, encode_delta
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.names import Keys
-from weightswap_runtime.format.safetensors import (
-    METADATA_KEY,
-    MOST_LABEL_BYTES,
-    Stamp,
-    canonical_order,
-    pack_ranges,
-    render_header,
-)
+from weightswap_runtime.format.safetensors import METADATA_KEY, MOST_LABEL_BYTES, Stamp
 from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.receipt import SwapReceipt

@@ -17,9 +17,9 @@ from torch import nn
 
 from weightswap_exporter import Parallel, export, pack, skeleton
 from weightswap_runtime import Ranks, load, process_group
+from weightswap_runtime.format.canonical import new_weight_file
 from weightswap_runtime.format.cuts import Rank
 from weightswap_runtime.format.manifest import Cut, NamedTensor, Split
-from weightswap_runtime.format.safetensors import new_weight_file
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena

@@ -15,7 +15,7 @@ from tests.support.checkpoints import saved, saved_distributed
 from weightswap_exporter import export, skeleton
 from weightswap_exporter.checkpoints.tensor import pieces
 from weightswap_runtime import Artifact
-from weightswap_runtime.format.safetensors import pack_ranges, render_header
+from weightswap_runtime.format.canonical import pack_ranges, render_header
 
 COUNT, ELEMENTS = 20, 8 << 20  # 670 MB in tensors of 34 MB
 ALLOWED = 256 << 20

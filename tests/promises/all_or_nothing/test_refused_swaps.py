@@ -31,7 +31,8 @@ from weightswap_runtime import (
     WeightsMismatch,
     load,
 )
-from weightswap_runtime.format.safetensors import TensorRow, write_weight_file
+from weightswap_runtime.format.canonical import write_weight_file
+from weightswap_runtime.format.safetensors import TensorRow
 from weightswap_runtime.memory import arena
 
 

@@ -22,7 +22,8 @@ from weightswap_runtime import (
     load,
     write_delta,
 )
-from weightswap_runtime.format.safetensors import header_length, parse_header, render_header
+from weightswap_runtime.format.canonical import render_header
+from weightswap_runtime.format.safetensors import header_length, parse_header
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 CASES = [((X,), {}), ((X[:1],), {})]

@@ -15,8 +15,8 @@ import pytest
 from tests.support.forged import replace_file
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Artifact, ArtifactError, load
+from weightswap_runtime.format.canonical import pack_ranges, render_header
 from weightswap_runtime.format.manifest import decode_manifest, encode_manifest
-from weightswap_runtime.format.safetensors import pack_ranges, render_header
 
 Document = dict[str, Any]
 

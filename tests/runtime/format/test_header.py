@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightswap_runtime import WeightFile, WeightFileError
-from weightswap_runtime.format.safetensors import MAX_HEADER, header_length, pack_ranges, parse_header, render_header
+from weightswap_runtime.format.canonical import pack_ranges, render_header
+from weightswap_runtime.format.safetensors import MAX_HEADER, header_length, parse_header
 from weightswap_runtime.tensors import DTYPES, TORCH_NAMES, nbytes
 
 GOOD = {

@@ -18,15 +18,8 @@ from hypothesis import strategies as st
 
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import WeightFile, WeightFileError
-from weightswap_runtime.format.safetensors import (
-    METADATA_KEY,
-    MOST_LABEL_BYTES,
-    TensorRow,
-    canonical_order,
-    size_alignment,
-    weights_id,
-    write_weight_file,
-)
+from weightswap_runtime.format.canonical import canonical_order, size_alignment, write_weight_file
+from weightswap_runtime.format.safetensors import METADATA_KEY, MOST_LABEL_BYTES, TensorRow, weights_id
 from weightswap_runtime.sources.byte_source import LocalFile
 
 

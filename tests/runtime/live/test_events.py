@@ -61,7 +61,8 @@ def test_a_swap_is_told_from_begin_to_end(tiny: TinyArtifact, weight_file: Write
 
 
 def test_labels_are_told(tiny: TinyArtifact, tmp_path: Path) -> None:
-    from weightswap_runtime.format.safetensors import TensorRow, write_weight_file
+    from weightswap_runtime.format.canonical import write_weight_file
+    from weightswap_runtime.format.safetensors import TensorRow
 
     values = tiny.values(3)
     rows = [TensorRow(row.name, row.dtype, row.shape) for row in tiny.manifest.weights]

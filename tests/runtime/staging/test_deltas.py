@@ -35,17 +35,11 @@ from weightswap_runtime import (
 )
 from weightswap_runtime.byte_ranges import ByteRanges, scatter
 from weightswap_runtime.format import safetensors as weight_file_format
+from weightswap_runtime.format.canonical import canonical_order, pack_ranges, render_header, write_weight_file
 from weightswap_runtime.format.delta import DATA, DELTA_KEY, RUNS, DeltaStamp, delta_stamp, ranges_of
 from weightswap_runtime.format.identity import Counts, identify
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.safetensors import (
-    LEAST_HEADER,
-    TensorRow,
-    canonical_order,
-    pack_ranges,
-    render_header,
-    write_weight_file,
-)
+from weightswap_runtime.format.safetensors import LEAST_HEADER, TensorRow
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import Job

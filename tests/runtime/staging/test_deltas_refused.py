@@ -26,8 +26,9 @@ from weightswap_runtime import (
     merge_deltas,
     write_delta,
 )
+from weightswap_runtime.format.canonical import canonical_order, pack_ranges, render_header
 from weightswap_runtime.format.delta import DELTA_KEY
-from weightswap_runtime.format.safetensors import TensorRow, canonical_order, pack_ranges, render_header
+from weightswap_runtime.format.safetensors import TensorRow
 from weightswap_runtime.tensors import block_digests
 
 pytestmark = pytest.mark.usefixtures("_blocks")

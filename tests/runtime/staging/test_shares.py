@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.support import warm
 from tests.support.refusals import because
 from weightswap_runtime.errors import WeightFileError
+from weightswap_runtime.format.canonical import canonical_order, new_weight_file
 from weightswap_runtime.format.cuts import Rank
 from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.manifest import Cut, NamedTensor, Split
-from weightswap_runtime.format.safetensors import canonical_order, new_weight_file
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena

@@ -18,8 +18,9 @@ from torch import nn
 
 from tests.support.tiny import TinyArtifact, X
 from weightswap_runtime import Artifact, ArtifactError, WeightFileError, WeightsMismatch, load
+from weightswap_runtime.format.canonical import pack_ranges, render_header
 from weightswap_runtime.format.manifest import Conversion, ConversionInput, Manifest, WeightSource, encode_manifest
-from weightswap_runtime.format.safetensors import TensorRow, pack_ranges, render_header
+from weightswap_runtime.format.safetensors import TensorRow
 from weightswap_runtime.staging import reading as computing
 from weightswap_runtime.staging.transforms import Transforms
 

@@ -329,7 +329,7 @@ ALLOWED = 128 << 20
 
 @pytest.mark.slow
 def test_memory_does_not_depend_on_the_size_of_tensors(tmp_path: Path) -> None:
-    from weightswap_runtime.format.safetensors import pack_ranges, render_header
+    from weightswap_runtime.format.canonical import pack_ranges, render_header
 
     size = 160 << 20  # bytes, in one tensor: 320 MB in both files
     header = render_header(pack_ranges([("w", "BF16", (1 << 10, size >> 11))]), {})
