@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from .clusters import Deployed, deployed_on
-from .nodes import Fleet, serving_zero
+from .nodes import Fleet, NodeAgent, serving_zero
 
 
 @pytest.fixture
@@ -16,6 +16,12 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """Two nodes that serve number 0, at revision 1."""
     with serving_zero(tmp_path, 2, monkeypatch) as made:
         yield made
+
+
+@pytest.fixture
+def agent(fleet: Fleet) -> NodeAgent:
+    """The agent of the first node."""
+    return fleet.agents["n0"]
 
 
 @pytest.fixture(scope="module")

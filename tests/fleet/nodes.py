@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,15 +12,27 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import pytest
 
 from tests.support.tiny import TinyArtifact
-from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
-from weightswap_fleet.documents import DeploymentSpec, FleetReceipt, NodeMethods, PrepareRequest
+from weightswap_fleet import Deadlines, FleetPlan, FleetReceipt, FleetRefused
+from weightswap_fleet.coordinator.agreement import Agreement, FleetTrial
+from weightswap_fleet.documents import DeploymentSpec, NodeMethods, PrepareRequest, TrialRequest
 from weightswap_fleet.node.agent import NodeAgent
 from weightswap_fleet.node.memory import NodeMemory
 from weightswap_fleet.node.relay import ObjectDescription, Relay, RelayMethods
-from weightswap_runtime import DesiredStore, Event, write_delta
-from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
+from weightswap_runtime import DesiredState, DesiredStore, DesiredWeights, Event, write_delta
 from weightswap_runtime.following.desired_store import known_weights
-from weightswap_runtime.format.weight_set import open_weights
+
+__all__ = [
+    "SOON",
+    "Changes",
+    "Died",
+    "Fleet",
+    "FleetTrial",
+    "NodeAgent",
+    "RemoteRelay",
+    "kinds",
+    "known_weights",
+    "serving_zero",
+]
 
 
 class Died(BaseException):
@@ -85,8 +99,58 @@ class Handed:
         return memoryview(put)
 
 
-class Fleet:
-    """Several nodes, their place, and files by their numbers. A coordinator may be made to die."""
+class Changes(ABC):
+    """Nodes that a coordinator changes, and weight files by their numbers."""
+
+    desired_store: DesiredStore
+    deadlines = SOON
+
+    @abstractmethod
+    def file(self, number: int) -> Path: ...
+
+    @abstractmethod
+    def names(self) -> list[str]: ...
+
+    @abstractmethod
+    def call(
+        self,
+        names: Sequence[str],
+        timeout: float,
+        method: Callable[Concatenate[NodeMethods, P], R],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> dict[str, R | Exception]: ...
+
+    def damaged(self, number: int) -> Path:
+        whole = self.file(number)
+        content = bytearray(whole.read_bytes())
+        content[-1] ^= 1
+        path = whole.with_name(f"damaged{number}.safetensors")
+        path.write_bytes(content)
+        return path
+
+    def weights_id(self, number: int) -> str:
+        return known_weights(self.file(number)).weights_id
+
+    @property
+    def agreement(self) -> Agreement:
+        return Agreement(self.desired_store, self)
+
+    def swap(self, what: int | str | Path, by: str = "ana", reason: str = "") -> FleetReceipt:
+        """Swap the weights of all nodes: those of a number, a file, or a URL."""
+        where = str(self.file(what) if isinstance(what, int) else what)
+        return self.agreement.swap(where, known_weights(where), by, reason, self.deadlines)
+
+    def publish(self, number: int, reason: str = "newest") -> FleetReceipt:
+        path = self.file(number)
+        return self.agreement.publish(str(path), known_weights(path), "run 7", reason, self.deadlines)
+
+    def rollback(self, to: str | None = None, reason: str = "", hold: bool = False) -> FleetReceipt:
+        return self.agreement.rollback(to, "bo", reason, hold, self.deadlines)
+
+
+class Fleet(Changes):
+    """Several nodes, their desired store, and files by their numbers. A coordinator may be made to die."""
 
     def __init__(self, folder: Path, nodes: int, patch: pytest.MonkeyPatch) -> None:
         self.tiny = TinyArtifact(folder / "tiny.artifact")
@@ -135,20 +199,8 @@ class Fleet:
         path = self._folder / f"v{number}.safetensors"
         return path if path.exists() else self.tiny.write(path, self.tiny.values(number))
 
-    def damaged(self, number: int) -> Path:
-        path = self._folder / f"damaged{number}.safetensors"
-        content = bytearray(self.file(number).read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-        return path
-
     def delta(self, base: int, new: int) -> Path:
         return write_delta(self.file(base), self.file(new), self.where / f"d{base}-{new}.safetensors").path
-
-    def weights_id(self, number: int) -> str:
-        with open_weights(self.file(number)) as weights:
-            assert weights.stamp is not None
-            return weights.stamp.weights_id
 
     def close(self) -> None:
         for agent in self.agents.values():
@@ -159,18 +211,59 @@ class Fleet:
     def served(self) -> dict[str, str | None]:
         return {node: agent.model.weights_id for node, agent in self.agents.items()}
 
-    def swap(
-        self, what: int | str | Path, by: str = "ana", reason: str = "", deadlines: Deadlines = SOON
-    ) -> FleetReceipt:
-        """Swap the weights of all nodes: those of a number, a file, or a URL."""
-        where = str(self.file(what) if isinstance(what, int) else what)
-        return Agreement(self.desired_store, self).swap(where, known_weights(where), by, reason, deadlines)
+    def all_serve(self, number: int) -> bool:
+        return set(self.served().values()) == {self.weights_id(number)}
+
+    def preparing(self) -> set[str]:
+        """The weights of open changes, on all nodes."""
+        return {agent.status().preparing for agent in self.agents.values()}
+
+    def trying(self) -> set[str]:
+        """The weights on trial, on all nodes."""
+        return {agent.status().trying for agent in self.agents.values()}
+
+    def reconcile(self) -> None:
+        """Let all nodes look at the desired store."""
+        for agent in self.agents.values():
+            agent.reconcile()
+
+    def lose(self, *methods: str, node: str = "", how: str = "lost") -> None:
+        """Lose these messages from now on, and no others. node: to this one alone; without methods: all messages."""
+        self.fate = lambda method, to: how if method in (methods or method) and to in (node or to) else ""
+
+    def before(self, method: str, do: Callable[[], object], node: str = "") -> None:
+        """From now on call a function before each message of a method reaches its node, or reaches this node."""
+
+        def fate(sent: str, to: str) -> str:
+            if sent == method and to in (node or to):
+                do()
+            return ""
+
+        self.fate = fate
+
+    def attach(self, node: str = "n0", **changes: Any) -> None:
+        """Attach this process to a node's agent, as a replica of a deployment with these changes."""
+        self.agents[node].attach(os.getpid(), self.spec._replace(**changes))
+
+    def trial_words(self) -> dict[str, int]:
+        """What replicas read of a trial, by node; 0: there is none."""
+        return {node: agent._control.trial for node, agent in self.agents.items()}
+
+    def desired_weights(self, number: int, path: Path | None = None) -> DesiredWeights:
+        source = str(path or self.file(number))
+        return DesiredWeights(source=source, weights_id=self.weights_id(number), since=100.0, by="ana")
 
     def request(self, number: int, is_rollback: bool = False) -> PrepareRequest:
         """Return a change for the weights of a number."""
-        path = str(self.file(number))
-        weights = DesiredWeights(source=path, weights_id=self.weights_id(number), since=0.0, by="ana")
-        return PrepareRequest(f"change {number}", self.desired_store.read().revision, path, weights, 10.0, is_rollback)
+        weights = self.desired_weights(number)
+        return PrepareRequest(
+            f"change {number}", self.desired_store.read().revision, weights.source, weights, 10.0, is_rollback
+        )
+
+    def trial(self, number: int, path: Path | None = None, **plan: Any) -> TrialRequest:
+        """Return the change of a trial of the weights of a number."""
+        weights = self.desired_weights(number, path)
+        return TrialRequest(f"trial {number}", weights.source, weights, FleetPlan(**plan), lease=10.0)
 
     # as `agreement.Nodes`
 
@@ -205,13 +298,17 @@ class Fleet:
         return TimeoutError(f"{node}: did not answer") if is_late else answer
 
 
+def kinds(refused: pytest.ExceptionInfo[FleetRefused]) -> dict[str, type[Exception]]:
+    """Return the classes of a refusal's reasons, by node."""
+    return {name: type(error) for name, error in refused.value.reasons.items()}
+
+
 @contextmanager
-def serving_zero(folder: Path, nodes: int, patch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    """Nodes that serve number 0, at revision 1."""
+def serving_zero(folder: Path, nodes: int, patch: pytest.MonkeyPatch, **said: str) -> Iterator[Fleet]:
+    """Nodes that serve number 0, at revision 1. said: more of what the desired store says."""
     made = Fleet(folder, nodes, patch)
-    made.desired_store.set(made.file(0), revision=0)
-    for agent in made.agents.values():
-        agent.reconcile()
+    made.desired_store.set(made.file(0), revision=0, **said)
+    made.reconcile()
     made.asked.clear()
     made.commits.clear()
     yield made

@@ -10,13 +10,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tests.support.ports import free_port
 from tests.support.ranks import split_artifact, write_goldens, write_set
-from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
-from weightswap_fleet.documents import DeploymentSpec, FleetReceipt, NodeMethods
+from weightswap_fleet import Deadlines
+from weightswap_fleet.documents import DeploymentSpec, NodeMethods
 from weightswap_fleet.node.ranks import Rank, open_first
 from weightswap_fleet.node.ranks_agent import RanksAgent
 from weightswap_runtime import DesiredStore
-from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.format.manifest import decode_manifest
+
+from .nodes import Changes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,8 +48,10 @@ class ThreadOthers:
         self._pool.shutdown()
 
 
-class Replicas:
-    """Replicas of two ranks, their place, and files by their seeds. It is the `agreement.Nodes` of these replicas."""
+class Replicas(Changes):
+    """Replicas of two ranks, which are its `agreement.Nodes`; their desired store, and files by their seeds."""
+
+    deadlines = Deadlines(prepare=60.0, commit=10.0)
 
     def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
         self.folder, self.where = folder, folder / "desired_store"
@@ -78,29 +81,10 @@ class Replicas:
         write_goldens(self.file(seed), seed, outputs_of)
         return self.file(seed)
 
-    def damaged(self, seed: int) -> Path:
-        path = self.folder / f"damaged{seed}.safetensors"
-        raw = bytearray(self.file(seed).read_bytes())
-        raw[-1] ^= 1
-        path.write_bytes(raw)
-        return path
-
-    def weights_id(self, seed: int) -> str:
-        return known_weights(self.file(seed)).weights_id
-
     def served(self) -> set[str | None]:
         """The weights of all ranks of all replicas."""
         first = {agent.model.weights_id for agent in self.agents.values()}
         return first | {state.weights_id for others in self.others.values() for state in others.ask(Rank.state)}
-
-    def swap(self, path: Path) -> FleetReceipt:
-        deadlines = Deadlines(prepare=60.0, commit=10.0)
-        return Agreement(self.desired_store, self).swap(str(path), known_weights(path), "ana", "", deadlines)
-
-    def rollback(self) -> FleetReceipt:
-        return Agreement(self.desired_store, self).rollback(
-            None, "eve", "", False, Deadlines(prepare=60.0, commit=10.0)
-        )
 
     # as `agreement.Nodes`
 

@@ -9,25 +9,21 @@ from contextlib import nullcontext
 from unittest.mock import MagicMock
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.support.commands import run as run_command
 from tests.support.packages import needs
-from weightswap_fleet import Deadlines, FleetPlan, FleetRefused
+from weightswap_fleet import Deadlines, FleetRefused
 from weightswap_fleet.coordinator.agreement import DEADLINES
 from weightswap_fleet.documents import DeploymentSpec, NodeStatus
-from weightswap_runtime.errors import Unsupported, WeightsMismatch
-from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
-from weightswap_tools.commands import fleet as canary_commands
+from weightswap_runtime import DesiredState, DesiredWeights, WeightsMismatch
 from weightswap_tools.commands import fleet as commands
-from weightswap_tools.commands.fleet import _reasons, fleet_command
+from weightswap_tools.commands.fleet import _reasons
 
 pytestmark = [needs("ray"), pytest.mark.filterwarnings("ignore")]  # Ray's
 
 
 def run(*arguments: object, status: int) -> str:
-    done = CliRunner().invoke(fleet_command, list(map(str, arguments)))
-    assert done.exit_code == status, done.output
-    return done.output
+    return run_command("fleet", *arguments, status=status).output
 
 
 @pytest.fixture
@@ -46,32 +42,19 @@ def test_where_no_cluster_is_is_said_at_once(address: str, closed_port: int) -> 
     assert time.monotonic() - began < 30  # Ray alone goes on asking for minutes
 
 
-@pytest.mark.parametrize("address", ["local", ""])
-def test_a_cluster_that_ends_with_the_command_is_refused(address: str) -> None:
-    assert "ends with this command" in run("status", "--address", address, status=2)
-
-
-def test_fewer_replicas_at_most_than_at_least() -> None:
-    said = run("deploy", "any.artifact", "--weights", "x", "--replicas", 3, "--max-replicas", 2, status=2)
-    assert "--max-replicas 2" in said
-
-
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("arguments", "says"),
     [
-        (["--share", "0.1"], "give the weights"),
-        (["v2.safetensors", "--step-seconds", "5"], "give --steps, too"),
-        (["v2.safetensors", "--steps", "0.1,half"], "expected shares"),
+        (["status", "--address", "local"], "ends with this command"),
+        (["status", "--address", ""], "ends with this command"),
+        (["deploy", "a", "--weights", "x", "--replicas", 3, "--max-replicas", 2], "--max-replicas 2"),
+        (["canary", "--share", "0.1"], "give the weights"),
+        (["canary", "v2.safetensors", "--step-seconds", "5"], "give --steps, too"),
+        (["canary", "v2.safetensors", "--steps", "0.1,half"], "expected shares"),
     ],
 )
-def test_a_canary_that_cannot_be_meant(options: list[str], says: str) -> None:
-    assert says in run("canary", *options, status=2)
-
-
-@pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf")])
-def test_a_tolerance_that_is_none(tolerance: float) -> None:
-    with pytest.raises(Unsupported, match="tolerance="):
-        FleetPlan(tolerance=tolerance).check()
+def test_what_cannot_be_meant(arguments: list[object], says: str) -> None:
+    assert says in run(*arguments, status=2)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +69,8 @@ def test_how_long_a_change_is_prepared_can_be_said(
     command: list[str], arguments: list[object], given: Deadlines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = MagicMock(trial=None)
-    for module in (commands, canary_commands):
-        monkeypatch.setattr(module, "connected", lambda name, address: nullcontext(fleet))
-        monkeypatch.setattr(module, "say_fleet_receipt", lambda receipt, as_json: None)
+    monkeypatch.setattr(commands, "connected", lambda name, address: nullcontext(fleet))
+    monkeypatch.setattr(commands, "say_fleet_receipt", lambda receipt, as_json: None)
     run(*command, *arguments, status=0)
     (called,) = fleet.method_calls
     assert called.kwargs["deadlines"] == given

@@ -7,15 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from weightswap_fleet import FleetRefused
 from weightswap_fleet.coordinator.agreement import Agreement
-from weightswap_fleet.errors import FleetRefused
-from weightswap_runtime import BaseMismatch, DigestMismatch, RevisionConflict, write_delta
-from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
+from weightswap_runtime import (
+    BaseMismatch,
+    DigestMismatch,
+    RevisionConflict,
+    StageClosed,
+    StagingBusy,
+    Unsupported,
+    write_delta,
+)
 from weightswap_runtime.following import desired_state
-from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.sources.byte_source import LocalFile
 
-from .nodes import SOON, Fleet
+from .nodes import SOON, Fleet, kinds, known_weights
 
 MOST_BASES = 20  # instead of many more
 pytestmark = pytest.mark.usefixtures("_places")
@@ -24,13 +30,7 @@ pytestmark = pytest.mark.usefixtures("_places")
 def before(fleet: Fleet, method: str, event: Callable[[], object], node: str = "n0") -> None:
     """Call a function once, just before a message reaches a node."""
     events = [event]
-
-    def fate(asked: str, of: str) -> str:
-        if (asked, of) == (method, node) and events:
-            events.pop()()
-        return ""
-
-    fleet.fate = fate
+    fleet.before(method, lambda: events and events.pop()(), node)
 
 
 @pytest.fixture
@@ -59,9 +59,8 @@ def test_a_delta_is_laid_over_what_a_node_serves_and_a_new_node_reads_its_base_f
         write_delta(fleet.file(2), fleet.file(3), fleet.where / "d2-3.safetensors").path, revision=3
     )
     read.clear()
-    for agent in fleet.agents.values():
-        agent.reconcile()
-    assert set(fleet.served().values()) == {fleet.weights_id(3)}
+    fleet.reconcile()
+    assert fleet.all_serve(3)
     assert "v2.safetensors" not in read
     assert read.pop("d2-3.safetensors")
     read.clear()
@@ -73,15 +72,15 @@ def test_a_delta_is_laid_over_what_a_node_serves_and_a_new_node_reads_its_base_f
 
 def test_a_node_that_serves_others_than_a_delta_starts_from_reads_them_too(fleet: Fleet) -> None:
     """It serves none of them meanwhile."""
-    fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "reconcile_soon"} else ""
+    fleet.lose("commit", "reconcile_soon", node="n1")
     fleet.swap(1)
     fleet.agents["n1"].discard(fleet.agents["n1"]._requested.request.id)  # type: ignore[union-attr]
     fleet.fate = lambda method, node: ""
     fleet.commits.clear()
     assert fleet.swap(fleet.delta(1, 2)).late == {}
     assert fleet.commits == [(3, fleet.weights_id(2))] * 2
-    assert not Agreement(fleet.desired_store, fleet).rollback(None, "bo", "", False, SOON).late
-    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+    assert not fleet.rollback().late
+    assert fleet.all_serve(1)
 
 
 def test_a_delta_from_other_weights_is_refused_before_anything_is_asked(fleet: Fleet) -> None:
@@ -94,9 +93,7 @@ def test_a_delta_from_other_weights_is_refused_before_anything_is_asked(fleet: F
     fleet.file(2)
     with pytest.raises(FleetRefused) as refused:
         Agreement(fleet.desired_store, fleet).swap(str(path), wrong, "ana", "", SOON)
-    assert {name: type(error) for name, error in refused.value.reasons.items()} == dict.fromkeys(
-        ("n0", "n1"), BaseMismatch
-    )
+    assert kinds(refused) == dict.fromkeys(("n0", "n1"), BaseMismatch)
     assert fleet.desired_store.read().revision == 1
 
 
@@ -107,7 +104,7 @@ def test_a_damaged_delta_is_refused_by_all(fleet: Fleet) -> None:
     path.write_bytes(content)
     with pytest.raises(FleetRefused) as refused:
         fleet.swap(path)
-    assert {type(error) for error in refused.value.reasons.values()} == {DigestMismatch}
+    assert set(kinds(refused).values()) == {DigestMismatch}
 
 
 def test_the_second_of_two_operators_is_told_what_is_desired_by_then(fleet: Fleet) -> None:
@@ -161,14 +158,14 @@ def test_an_agent_that_begins_again_before_it_commits_a_delta(fleet: Fleet, when
     if when == "renew":
         with pytest.raises(FleetRefused) as refused:
             fleet.swap(path)
-        assert {name: type(error) for name, error in refused.value.reasons.items()} == {"n0": StageClosed}
+        assert kinds(refused) == {"n0": StageClosed}
         assert (fleet.commits, fleet.desired_store.read().revision) == ([], 1)
     else:
         receipt = fleet.swap(path)
         assert (receipt.late, receipt.nodes["n0"].committed_at) == ({}, None)
         assert fleet.commits == [(2, receipt.weights_id)] * 2
         assert {agent.model.history[-1].kind for agent in fleet.agents.values()} == {"delta"}
-    assert {agent.status().preparing for agent in fleet.agents.values()} == {""}
+    assert fleet.preparing() == {""}
 
 
 @pytest.mark.parametrize("when", ["prepare", "renew", "commit", "status"])
@@ -200,7 +197,7 @@ def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet, m
         assert fleet.swap(fleet.delta(new - 1, new)).late == {}
     fleet.start("n2")
     assert len(fleet.agents["n2"].model.history) == 1  # nothing in between was served
-    assert set(fleet.served().values()) == {fleet.weights_id(MOST_BASES)}
+    assert fleet.all_serve(MOST_BASES)
     last = MOST_BASES + 1
     fleet.asked.clear()
     with pytest.raises(Unsupported, match=r"a delta after 21 files .* at most 20 can be; use a full weight file, or"):
@@ -208,5 +205,5 @@ def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet, m
     assert fleet.asked == []
     assert fleet.swap(fleet.file(last)).late == {}
     assert fleet.swap(fleet.delta(last, last + 1)).late == {}
-    assert not Agreement(fleet.desired_store, fleet).rollback(fleet.weights_id(MOST_BASES), "bo", "", False, SOON).late
-    assert set(fleet.served().values()) == {fleet.weights_id(MOST_BASES)}
+    assert not fleet.rollback(fleet.weights_id(MOST_BASES)).late
+    assert fleet.all_serve(MOST_BASES)

@@ -16,9 +16,19 @@ import weightswap_fleet
 from tests.support.packages import needs
 from tests.support.ranks import split_artifact, write_goldens, write_set
 from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_fleet import Deadlines, FleetPlan
 from weightswap_fleet.documents import DeploymentSpec
-from weightswap_runtime import DesiredStore, DigestMismatch, NonFiniteWeights, Unsupported, WeightFileError
-from weightswap_runtime.errors import GraphMismatch, NoWeights, RanksRefused, StagingBusy
+from weightswap_runtime import (
+    DesiredStore,
+    DigestMismatch,
+    GraphMismatch,
+    NonFiniteWeights,
+    NoWeights,
+    RanksRefused,
+    StagingBusy,
+    Unsupported,
+    WeightFileError,
+)
 
 from .nodes import Fleet
 
@@ -44,85 +54,79 @@ pytestmark = [needs("ray"), pytest.mark.filterwarnings("ignore")]  # Ray's
     ],
 )
 def test_odd_options(options: dict[str, Any], why: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    from weightswap_fleet import deployment
-
     weights = weight_file(1)
     with pytest.raises(Unsupported, match=why):
-        deployment(tiny.path, weights, **options)
+        weightswap_fleet.deployment(tiny.path, weights, **options)
     assert DesiredStore(weights.parent).read().weights is None
 
 
-def test_weights_or_a_desired_store(tiny: TinyArtifact, tmp_path: Path) -> None:
-    from weightswap_fleet import deployment
-
-    with pytest.raises(Unsupported, match="a fleet needs weights"):
-        deployment(tiny.path)
-    with pytest.raises(WeightFileError):
-        deployment(tiny.path, tmp_path / "no.safetensors")
-
-
 def test_weights_are_where_nothing_is_desired_yet(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    from weightswap_fleet import deployment
-
     first, second = weight_file(1), weight_file(2)
     for weights in (first, second):
-        deployment(tiny.path, weights)
+        weightswap_fleet.deployment(tiny.path, weights)
         desired = DesiredStore(first.parent).read()
         assert desired.revision == 1
         assert desired.weights is not None
         assert Path(first.parent / desired.weights.source) == first
 
 
-def test_weights_of_another_graph_are_not_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
-    from weightswap_fleet import deployment
-
-    weights = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64)
-    with pytest.raises(GraphMismatch, match="packed for another graph, 000000000000; the artifact has "):
-        deployment(tiny.path, weights)
-    assert DesiredStore(tmp_path).read().weights is None
+def damaged(path: Path) -> Path:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    return path
 
 
+def write(tiny: TinyArtifact, folder: Path, what: str) -> Path:
+    """Write weights, or name them."""
+    path = folder / f"{what}.safetensors"
+    if what == "missing":
+        return path
+    values = tiny.values(1) | ({"bias": torch.full((5,), torch.nan)} if what == "nan" else {})
+    tiny.write(path, values, graph_id="0" * 64 if what == "of another graph" else None)
+    return damaged(path) if what == "damaged" else path
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("missing", WeightFileError),
+        ("of another graph", GraphMismatch),
+        ("nan", NonFiniteWeights),
+        ("damaged", DigestMismatch),
+    ],
+)
 def test_weights_that_no_replica_would_serve_are_not_desired(
-    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+    what: str, error: type[Exception], tiny: TinyArtifact, tmp_path: Path
 ) -> None:
-    from weightswap_fleet import deployment
-
-    values = tiny.values(1) | {"bias": torch.full((5,), torch.nan)}
-    nan = tiny.write(tmp_path / "nan.safetensors", values)
-    damaged = weight_file(2)
-    content = damaged.read_bytes()
-    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    for weights, error in ((nan, NonFiniteWeights), (damaged, DigestMismatch)):
-        with pytest.raises(error):
-            deployment(tiny.path, weights)
-        assert DesiredStore(tmp_path).read().weights is None
-    deployment(tiny.path, nan, allow_nonfinite="bias")
-    assert DesiredStore(tmp_path).read().weights is not None
+    weights = write(tiny, tmp_path, what)
+    with pytest.raises(error):
+        weightswap_fleet.deployment(tiny.path, weights)
+    assert DesiredStore(tmp_path).read().weights is None
+    if what == "nan":
+        weightswap_fleet.deployment(tiny.path, weights, allow_nonfinite="bias")
+        assert DesiredStore(tmp_path).read().weights is not None
 
 
 def test_a_desired_store_of_another_graph_is_refused(tiny: TinyArtifact, tmp_path: Path) -> None:
-    from weightswap_fleet import deployment
-
-    DesiredStore(tmp_path).set(
-        tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64), revision=0
-    )
-    with pytest.raises(GraphMismatch, match="the desired weights"):
-        deployment(tiny.path, follow=tmp_path)
+    DesiredStore(tmp_path).set(write(tiny, tmp_path, "of another graph"), revision=0)
+    with pytest.raises(GraphMismatch):
+        weightswap_fleet.deployment(tiny.path, follow=tmp_path)
     assert DesiredStore(tmp_path).read().revision == 1
 
 
-def test_a_desired_store_where_nothing_is_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
-    from weightswap_fleet import deployment
-
-    with pytest.raises(NoWeights, match="nothing is desired there yet"):
-        deployment(tiny.path, follow=tmp_path)
-
-
-def test_a_desired_store_that_is_not_there(tiny: TinyArtifact, tmp_path: Path) -> None:
-    from weightswap_fleet import deployment
-
-    with pytest.raises(Unsupported, match="nowhere: not a directory; make it"):
-        deployment(tiny.path, follow=tmp_path / "nowhere")
+@pytest.mark.parametrize(
+    ("follow", "error", "says"),
+    [
+        (None, Unsupported, "a fleet needs weights"),
+        (".", NoWeights, "nothing is desired there yet"),
+        ("nowhere", Unsupported, "nowhere: not a directory; make it"),
+    ],
+)
+def test_a_desired_store_without_weights_is_refused(
+    follow: str | None, error: type[Exception], says: str, tiny: TinyArtifact, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=says):
+        weightswap_fleet.deployment(tiny.path, follow=tmp_path / follow if follow else None)
 
 
 def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,14 +154,13 @@ def test_who_waits_for_a_change_waits_no_longer_than_for_its_own(
 ) -> None:
     """So a change does not begin once its caller has given up."""
     from weightswap_fleet.coordinator.actors import Coordinator
-    from weightswap_fleet.coordinator.agreement import Deadlines
 
     monkeypatch.setattr(Coordinator, "_lead", lambda coordinator: None)
     coordinator, deadlines = Coordinator("fleet"), Deadlines(prepare=0.01)
     with coordinator._exclusively(time.monotonic(), Deadlines()) as left:
         assert left.prepare <= Deadlines().prepare
         for change in (coordinator.swap, coordinator.publish):
-            with pytest.raises(StagingBusy, match=r"fleet: another change took all of the 0\.01 s"):
+            with pytest.raises(StagingBusy):
                 change(str(weight_file(1)), "ana", "", deadlines)
         with pytest.raises(StagingBusy):
             coordinator.promote("ana", "", deadlines)
@@ -196,16 +199,13 @@ def test_a_replica_whose_model_failed_says_so_also_without_an_agent(monkeypatch:
     one = SimpleNamespace(_spec=spec, _model=SimpleNamespace(failed=""), _attachment=attachment)
     asyncio.run(replica.Replica.check_health(one))
     one._model.failed = "an arena is half written"
-    with pytest.raises(StaleReplica, match="the model of this replica has failed"):
+    with pytest.raises(StaleReplica):
         asyncio.run(replica.Replica.check_health(one))
 
 
 def test_a_plan_or_its_fields() -> None:
-    from weightswap_fleet import Fleet as Deployed
-    from weightswap_fleet import FleetPlan
-
     with pytest.raises(Unsupported, match="a plan and share"):
-        Deployed("fleet").canary("v2.safetensors", FleetPlan(), share=0.5)
+        weightswap_fleet.Fleet("fleet").canary("v2.safetensors", FleetPlan(), share=0.5)
 
 
 def test_all_names_of_the_package_are_there() -> None:
@@ -220,40 +220,31 @@ def test_all_names_of_the_package_are_there() -> None:
         (1, {}, "ranks=1: .*two is exported for 2 ranks; give ranks=2"),
         (4, {}, "ranks=4: .*two is exported for 2 ranks; give ranks=2"),
         (2, {"ray_actor_options": {"num_cpus": 0}}, "each rank needs a resource, such as num_cpus=1"),
+        (2, {"artifact": "tiny.artifact"}, "ranks=2: .* is for one process; give ranks=1, or an artifact for 2"),
     ],
 )
-def test_ranks_are_those_of_the_artifact(ranks: int, options: dict[str, Any], why: str, tmp_path: Path) -> None:
-    from weightswap_fleet import deployment
-
-    artifact, weights = split_artifact(tmp_path / "two"), write_set(tmp_path / "1.safetensors", 1)
+def test_ranks_are_those_of_the_artifact(
+    ranks: int, options: dict[str, Any], why: str, tiny: TinyArtifact, tmp_path: Path
+) -> None:
+    weights = write_set(tmp_path / "1.safetensors", 1)
+    artifact = tmp_path / options.pop("artifact", "two")
+    if artifact != tiny.path:
+        split_artifact(artifact)
     with pytest.raises(Unsupported, match=why):
-        deployment(artifact, weights, ranks=ranks, **options)
+        weightswap_fleet.deployment(artifact, weights, ranks=ranks, **options)
     assert DesiredStore(tmp_path).read().weights is None
-
-
-def test_an_artifact_for_one_process_has_no_ranks(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    from weightswap_fleet import deployment
-
-    with pytest.raises(Unsupported, match=r"ranks=2: .* is for one process; give ranks=1, or an artifact for 2"):
-        deployment(tiny.path, weight_file(1), ranks=2)
 
 
 def test_first_weights_of_ranks_are_tried_on_all_of_them(tmp_path: Path) -> None:
-    from weightswap_fleet import deployment
-
     artifact = split_artifact(tmp_path / "two")
-    damaged = write_set(tmp_path / "1.safetensors", 1)
-    raw = bytearray(damaged.read_bytes())
-    raw[-1] ^= 1
-    damaged.write_bytes(raw)
     with pytest.raises(RanksRefused, match="digest"):
-        deployment(artifact, damaged, ranks=2)
+        weightswap_fleet.deployment(artifact, damaged(write_set(tmp_path / "1.safetensors", 1)), ranks=2)
     wrong = write_set(tmp_path / "2.safetensors", 2)
     write_goldens(wrong, 2, outputs_of=1)
     with pytest.raises(RanksRefused, match="rank 1: GoldenMismatch"):
-        deployment(artifact, wrong, ranks=2)
+        weightswap_fleet.deployment(artifact, wrong, ranks=2)
     assert DesiredStore(tmp_path).read().weights is None
-    deployed = deployment(
+    deployed = weightswap_fleet.deployment(
         artifact, write_set(tmp_path / "3.safetensors", 3), ranks=2, ray_actor_options={"num_cpus": 2}
     )
     options = deployed._bound_deployment._replica_config

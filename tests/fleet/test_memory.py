@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +48,11 @@ def holder() -> Iterator[Start]:
         process.communicate()
 
 
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+
+
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
     return f"weightswap.test.{os.getpid()}.{request.node.name[:40]}"
@@ -85,8 +89,7 @@ def test_with_the_last_that_has_it_memory_goes(tiny: TinyArtifact, holder: Start
     memory = NodeMemory.create(tiny.manifest.weights, 2, name)
     process = holder(memory)
     memory.close()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    end(process)
     assert NodeMemory.adopt(name) is None
 
 
@@ -94,8 +97,7 @@ def test_a_process_that_has_gone_cannot_be_read(tiny: TinyArtifact, holder: Star
     memory = NodeMemory.create(tiny.manifest.weights, 2, name)
     process = holder(memory)
     descriptors = memory.descriptors
-    process.kill()
-    process.wait()
+    end(process)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError):
         NodeMemory.from_process(process.pid, descriptors)
@@ -115,14 +117,12 @@ def test_who_was_killed_holds_nothing_and_has_no_seat(tiny: TinyArtifact, holder
     with pytest.raises(Unsupported, match="2 replicas on one node"):
         taken.assign(os.getpid())
     assert taken.processes == (first.pid, second.pid)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    end(first)
     taken.sweep()
     assert (taken.processes, control.holders(1)) == ((second.pid,), [second.pid])
     third = holder(memory)
     assert taken.assign(third.pid) == slots[0]
-    third.kill()
-    third.wait()
+    end(third)
     with pytest.raises(Unsupported, match="no process"):
         taken.assign(first.pid)
     taken.close()
@@ -138,12 +138,10 @@ def test_the_next_agent_knows_who_sits_there(tiny: TinyArtifact, holder: Start, 
     for slot, process in enumerate((living, dead, strange)):
         control.fill_slot(slot, process.pid)
         control.hold(slot, 0)
-    dead.kill()
-    dead.wait()
+    end(dead)
     taken = Slots(control, lambda pid: NodeMemory.is_held_by(pid, name))
     assert (taken.processes, control.holders(0)) == ((living.pid,), [living.pid])
-    living.kill()
-    living.wait()
+    end(living)
     taken.sweep()
     assert control.holders(0) == []
     strange.communicate(b"\n")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightswap_fleet.documents import NodeMethods
 from weightswap_fleet.metrics import NodeMetrics, joined
 from weightswap_server.service.metrics import ServerMetrics
 
-from .nodes import Fleet
+from .nodes import Fleet, NodeAgent
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -47,7 +49,8 @@ def test_replicas_are_added_up_and_those_that_have_ended_stay(fleet: Fleet) -> N
 
 def test_all_nodes_are_in_one_text(fleet: Fleet) -> None:
     for node, agent in fleet.agents.items():
-        agent._metrics.update(1, replica("w", 2 if node == "n0" else 7))
+        fleet.attach(node)
+        agent.report(os.getpid(), replica("w", 2 if node == "n0" else 7), fleet.spec)
     fleet.swap(1)
     answers = fleet.call(fleet.names(), 1.0, NodeMethods.metrics)
     text = joined({node: answer for node, answer in answers.items() if isinstance(answer, str)})
@@ -60,7 +63,6 @@ def test_all_nodes_are_in_one_text(fleet: Fleet) -> None:
     assert joined({}) == ""
 
 
-def test_who_has_no_seat_is_not_counted(fleet: Fleet) -> None:
-    agent = fleet.agents["n0"]
+def test_who_has_no_seat_is_not_counted(fleet: Fleet, agent: NodeAgent) -> None:
     agent.report(1, replica("w", 2), fleet.spec)
     assert read(agent.metrics(), "weightswap_server_requests_total") == {}

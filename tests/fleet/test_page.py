@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +13,13 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from tests.support.browser import FAINT, NAMELESS, browser
-from weightswap_fleet.coordinator.agreement import FleetTrial
-from weightswap_fleet.documents import FleetPlan, NodeStatus, TrialReport, TrialRequest
-from weightswap_fleet.errors import UnknownFleet
+from weightswap_fleet import UnknownFleet
+from weightswap_fleet.documents import NodeStatus, TrialReport
 from weightswap_fleet.fleet_page import page_app
-from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
+from weightswap_runtime import DesiredState
 from weightswap_server.http.listening import listening
 
-from .nodes import Fleet
+from .nodes import Fleet, FleetTrial, serving_zero
 
 __all__ = ["browser"]
 HOSTS = ["127.0.0.1"]
@@ -30,12 +28,8 @@ HOSTS = ["127.0.0.1"]
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """Three nodes that serve number 0, at revision 1."""
-    made = Fleet(tmp_path, 3, monkeypatch)
-    made.desired_store.set(made.file(0), revision=0, by="ana", why="the first")
-    for agent in made.agents.values():
-        agent.reconcile()
-    yield made
-    made.close()
+    with serving_zero(tmp_path, 3, monkeypatch, by="ana", why="the first") as made:
+        yield made
 
 
 class Watched:
@@ -72,12 +66,6 @@ def served(watched: Watched) -> Iterator[str]:
         thread.join()
 
 
-def a_trial(fleet: Fleet, number: int) -> TrialRequest:
-    path, weights_id = fleet.file(number), fleet.weights_id(number)
-    weights = DesiredWeights(source=str(path), weights_id=weights_id, since=time.time(), by="bo")
-    return TrialRequest("a trial", str(path), weights, FleetPlan(share=0.25))
-
-
 def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fleet: Fleet, browser: Any) -> None:
     complaints: list[str] = []
     watched = Watched(fleet)
@@ -94,7 +82,7 @@ def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fl
         assert page.locator("*").evaluate_all(FAINT)[1] == []
         assert page.locator("button, [role=group], ul").evaluate_all(NAMELESS) == []
 
-        fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "reconcile_soon"} else ""
+        fleet.lose("commit", "reconcile_soon", node="n1")
         receipt = fleet.swap(1, "bo", "better")
         page.get_by_text("not all serve what is desired").wait_for()
         page.wait_for_function("() => document.querySelectorAll('.replicas li.mark').length === 2")
@@ -106,17 +94,15 @@ def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fl
         assert page.title() == "tagger: revision 2 · weightswap"
         page.locator("section[aria-labelledby=history]").get_by_text("desired before").wait_for()
         fleet.desired_store.set(fleet.damaged(4), revision=2)
-        for agent in fleet.agents.values():
-            agent.reconcile()
+        fleet.reconcile()
         fleet.desired_store.rollback(revision=3, hold=False)
-        for agent in fleet.agents.values():
-            agent.reconcile()
+        fleet.reconcile()
         withdrawn = page.locator("section[aria-labelledby=history] tr").filter(has_text=fleet.weights_id(4)[:12])
         withdrawn.get_by_text("withdrawn").wait_for()
         withdrawn.get_by_text("refused by n1: ").wait_for()
         page.get_by_text("all serve what is desired", exact=True).wait_for()
 
-        trial = FleetTrial(a_trial(fleet, 2), fleet)
+        trial = FleetTrial(fleet.trial(2, share=0.25), fleet)
         trial.begin(5.0)
         watched.trial = trial.report()
         page.get_by_text("weights are on trial", exact=True).wait_for()

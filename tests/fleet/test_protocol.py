@@ -6,6 +6,7 @@ What was decided is what the desired store says; a revision stands for one set o
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,14 +15,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from weightswap_fleet.coordinator.agreement import Agreement, Deadlines, FleetTrial
-from weightswap_fleet.documents import FleetPlan, FleetReceipt, TrialRequest
-from weightswap_fleet.errors import FleetRefused, FleetUndecided
+from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided
+from weightswap_fleet.documents import FleetReceipt
 from weightswap_runtime import DesiredError, NothingToRollBack, NotPromoted, RevisionConflict
-from weightswap_runtime.following.desired_state import DesiredWeights
-from weightswap_runtime.following.desired_store import known_weights
 
-from .nodes import Died, Fleet
+from .nodes import Died, Fleet, FleetTrial, known_weights, serving_zero
 
 NODES, SETS = 3, 4
 SOON = Deadlines(prepare=5.0, commit=0.05)
@@ -29,9 +27,7 @@ nodes = st.sampled_from([f"n{number}" for number in range(NODES)])
 sets = st.integers(0, SETS - 1)
 _METHODS = ["prepare", "renew", "commit", "discard", "status", "prepare_trial", "continue_trial", "end_trial"]
 fates = st.dictionaries(
-    st.tuples(st.sampled_from(_METHODS), nodes),
-    st.sampled_from(["lost", "answer lost"]),
-    max_size=3,
+    st.tuples(st.sampled_from(_METHODS), nodes), st.sampled_from(["lost", "answer lost"]), max_size=3
 )
 deaths = st.sampled_from([-1, 0, 1, 2, 3, "before", "after"])  # before which question, or the decision
 
@@ -63,12 +59,8 @@ class Protocol(RuleBasedStateMachine):
         self, method: str, number: int, faults: dict[tuple[str, str], str], death: int | str, damaged: bool
     ) -> None:
         path = self.fleet.damaged(number) if damaged else self.fleet.file(number)
-        self._change(
-            lambda agreement: getattr(agreement, method)(str(path), known_weights(path), "ana", "", SOON),
-            faults,
-            death,
-            damaged,
-        )
+        where, known = str(path), known_weights(path)
+        self._change(lambda changes: getattr(changes, method)(where, known, "ana", "", SOON), faults, death, damaged)
 
     @rule(faults=fates, death=deaths, hold=st.booleans())
     def rollback(self, faults: dict[tuple[str, str], str], death: int | str, hold: bool) -> None:
@@ -82,14 +74,16 @@ class Protocol(RuleBasedStateMachine):
             fleet.desired_store.dies = death
         else:
             fleet.dies_at = death
-        self.open = {agent.status().preparing for agent in fleet.agents.values()}
+        self.open = fleet.preparing()
         served, desired = fleet.served(), fleet.desired_store.read() if self._is_there else None
         try:
-            receipt = change(Agreement(fleet.desired_store, fleet))
+            receipt = change(fleet.agreement)
         except FleetRefused:
-            assert (fleet.served(), fleet.desired_store.read()) == (served, desired)
+            assert fleet.desired_store.read() == desired
+            wanted = desired.weights_id if desired else None  # which a node may have seen only now
+            assert all(weights_id in (served[node], wanted) for node, weights_id in fleet.served().items())
             if not faults:
-                assert {agent.status().preparing for agent in fleet.agents.values()} == self.open
+                assert fleet.preparing() == self.open
         except (Died, NothingToRollBack, NotPromoted):
             pass
         except (DesiredError, FleetUndecided):
@@ -111,16 +105,15 @@ class Protocol(RuleBasedStateMachine):
     @rule(number=sets, faults=fates, dies_at=st.sampled_from([-1, 0, 1]), damaged=st.booleans())
     def a_trial_begins(self, number: int, faults: dict[tuple[str, str], str], dies_at: int, damaged: bool) -> None:
         fleet = self.fleet
-        path = fleet.damaged(number) if damaged else fleet.file(number)
-        weights = DesiredWeights(source=str(path), weights_id=fleet.weights_id(number), since=fleet.now)
-        trial = FleetTrial(TrialRequest(uuid4().hex, str(path), weights, FleetPlan(share=0.5)), fleet)
+        request = fleet.trial(number, fleet.damaged(number) if damaged else None, share=0.5)
+        trial = FleetTrial(request._replace(id=uuid4().hex), fleet)
         fleet.fate, fleet.dies_at = (lambda method, node: faults.get((method, node), "")), dies_at
         fleet.asked.clear()
-        others = {agent.status().trying for agent in fleet.agents.values()}
+        others = fleet.trying()
         try:
             trial.begin(5.0)
         except FleetRefused:
-            assert faults or {agent.status().trying for agent in fleet.agents.values()} == others
+            assert faults or fleet.trying() == others
         except Died:
             pass
         else:
@@ -152,18 +145,13 @@ class Protocol(RuleBasedStateMachine):
     def a_trial_is_promoted(self, faults: dict[tuple[str, str], str], death: int | str) -> None:
         if self.trial is not None:
             path = self.trial.request.source
-            self._change(
-                lambda agreement: agreement.swap(path, known_weights(path), "ana", "", SOON),
-                faults,
-                death,
-            )
+            self._change(lambda changes: changes.swap(path, known_weights(path), "ana", "", SOON), faults, death)
 
     @rule()
     def a_trial_is_aborted(self) -> None:
         if self.trial is not None:
             self.trial.end()
-            on_trial = [request.id for agent in self.fleet.agents.values() if (request := agent.trial()) is not None]
-            assert self.trial.request.id not in on_trial
+            assert self.trial.request.id not in self._on_trial
             self.trial = None
 
     @rule(number=sets)
@@ -225,7 +213,7 @@ class Protocol(RuleBasedStateMachine):
             assert self.said[status.revision] == status.weights_id
             assert status.revision <= max(self.said)
             assert status.trying != status.weights_id
-            assert status.trying or not agent._control.trial
+            assert status.trying or not self.fleet.trial_words()[status.node]
         for revision, weights_id in self.fleet.commits:
             assert self.said[revision] == weights_id
         self.fleet.commits.clear()
@@ -253,28 +241,30 @@ def test_any_order(examples: int) -> None:
     run_state_machine_as_test(Protocol, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None))
 
 
-def test_two_coordinators_that_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    with serving_zero(tmp_path, NODES, monkeypatch) as made:
+        yield made
+
+
+def test_two_coordinators_that_meet(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """All nodes refuse the second; after the first one's decision it succeeds."""
-    fleet = Fleet(tmp_path, NODES, monkeypatch)
-    fleet.desired_store.set(fleet.file(0), revision=0)
-    first, second = (Agreement(fleet.desired_store, fleet) for _ in range(2))
     said: list[FleetRefused] = []
     decide = fleet.desired_store.set
 
     def meet(*arguments, **options):  # type: ignore[no-untyped-def]
         monkeypatch.setattr(fleet.desired_store, "set", decide)
         with pytest.raises(FleetRefused, match="has an open change by ana") as refused:
-            second.swap(str(fleet.file(2)), known_weights(fleet.file(2)), "bo", "", SOON)
+            fleet.swap(2, "bo")
         said.append(refused.value)
         return decide(*arguments, **options)
 
     monkeypatch.setattr(fleet.desired_store, "set", meet)
-    receipt = first.swap(str(fleet.file(1)), known_weights(fleet.file(1)), "ana", "", SOON)
-    assert (receipt.late, set(said[0].reasons)) == ({}, set(fleet.names()))
-    assert set(fleet.served().values()) == {fleet.weights_id(1)}
-    receipt = second.swap(str(fleet.file(2)), known_weights(fleet.file(2)), "bo", "", SOON)
-    assert set(fleet.served().values()) == {receipt.weights_id}
-    fleet.close()
+    assert fleet.swap(1).late == {}
+    assert set(said[0].reasons) == set(fleet.names())
+    assert fleet.all_serve(1)
+    fleet.swap(2, "bo")
+    assert fleet.all_serve(2)
 
 
 def test_a_client_that_goes_back_is_found() -> None:
@@ -292,23 +282,11 @@ def test_a_client_that_goes_back_is_found() -> None:
     machine.teardown()
 
 
-def test_who_decides_meanwhile_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet(tmp_path, NODES, monkeypatch)
-    fleet.desired_store.set(fleet.file(0), revision=0)
-    for agent in fleet.agents.values():
-        agent.reconcile()
-
-    def meanwhile(method: str, node: str) -> str:
-        if method == "prepare" and node == "n2":
-            fleet.desired_store.set(fleet.file(3), revision=1, by="eve")
-        return ""
-
-    fleet.fate = meanwhile
-    with pytest.raises(RevisionConflict, match="by eve"):
+def test_who_decides_meanwhile_is_first(fleet: Fleet) -> None:
+    fleet.before("prepare", lambda: fleet.desired_store.set(fleet.file(3), revision=1, by="eve"), node="n2")
+    with pytest.raises(RevisionConflict):
         fleet.swap(1)
-    assert set(fleet.served().values()) == {fleet.weights_id(0)}
+    assert fleet.all_serve(0)
     assert fleet.asked[-1] == "discard"
-    for agent in fleet.agents.values():
-        agent.reconcile()
-    assert set(fleet.served().values()) == {fleet.weights_id(3)}
-    fleet.close()
+    fleet.reconcile()
+    assert fleet.all_serve(3)

@@ -14,8 +14,7 @@ from tests.support.ranks import X, values, whole, write_set
 from weightswap_fleet import FleetPlan, FleetRefused
 from weightswap_fleet.documents import TrialRequest
 from weightswap_fleet.node.ranks import Rank
-from weightswap_runtime import write_delta
-from weightswap_runtime.errors import InputMismatch, NoWeights, RanksRefused, StageClosed, Unsupported
+from weightswap_runtime import InputMismatch, NoWeights, RanksRefused, StageClosed, Unsupported, write_delta
 from weightswap_runtime.following.desired_store import described, known_weights
 
 from .rank_threads import Replicas, replicas_of_two
@@ -38,7 +37,7 @@ def serve(replicas: Replicas, seed: int) -> bool:
 
 def test_a_swap_and_its_rollback_are_every_rank_s(replicas: Replicas) -> None:
     assert serve(replicas, 0)
-    receipt = replicas.swap(replicas.file(1))
+    receipt = replicas.swap(1)
     assert (receipt.kind, receipt.revision, receipt.late) == ("swap", 2, {})
     assert set(receipt.nodes) == {"a", "b"}
     assert serve(replicas, 1)
@@ -72,13 +71,13 @@ def test_what_one_rank_cannot_take_no_rank_of_any_replica_does(replicas: Replica
     assert {agent.preparing for agent in replicas.agents.values()} == {""}
     assert serve(replicas, 0)
     replicas.others["b"].before = lambda method, arguments: arguments
-    replicas.swap(replicas.file(1))
+    replicas.swap(1)
     assert serve(replicas, 1)
 
 
 def test_a_rank_that_kept_nothing_reads_what_is_rolled_back_to(replicas: Replicas) -> None:
     """Its staging had begun when the first rank's was refused, so it alone has no previous weights."""
-    replicas.swap(replicas.file(1))
+    replicas.swap(1)
     other = replicas.others["b"].rank.result()
     other.stage(str(replicas.file(2)), (), {"expect": replicas.weights_id(2)})
     while not other.state().has_staged:
@@ -175,7 +174,7 @@ def test_a_rank_does_not_answer_with_other_weights_than_the_first(replicas: Repl
 
 def test_deltas_of_what_all_ranks_have_whole(replicas: Replicas) -> None:
     """One that starts with such a delta reads its base, too; one of what is cut is refused by all."""
-    replicas.swap(replicas.file(1))
+    replicas.swap(1)
     other = write_set(replicas.folder / "other.safetensors", 1, bias=7.0)
     write_delta(replicas.file(1), other, out=replicas.where / "whole.safetensors")
     receipt = replicas.swap(replicas.where / "whole.safetensors")
@@ -213,6 +212,6 @@ def test_a_replica_starts_with_the_desired_weights_or_not_at_all(tmp_path: Path)
         replicas.desired_store.set(replicas.damaged(1), revision=1, known=known_weights(replicas.damaged(1)))
         replicas.desired_store.read()
         (replicas.folder / "0.safetensors").unlink()
-        with pytest.raises(NoWeights, match="digest"):
+        with pytest.raises(NoWeights):
             replicas.start("a")
         assert replicas.others["a"].ask(Rank.state)[0].weights_id is None

@@ -14,17 +14,14 @@ import numpy as np
 import pytest
 
 from tests.support.servers import WebServer
-from weightswap_fleet.coordinator.agreement import Deadlines
-from weightswap_fleet.errors import FleetRefused
+from weightswap_fleet import Deadlines, FleetRefused
 from weightswap_fleet.node.relay import GIVEN, IDLE, OBJECTS, Relay, RelayedUrl
 from weightswap_runtime import DigestMismatch, StageCancelled, WeightFileError, write_delta
-from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.sources.opening import open_source
 
-from .nodes import Fleet, RemoteRelay, serving_zero
+from .nodes import Fleet, RemoteRelay, kinds, known_weights, serving_zero
 
 KEPT = 7  # of which none is given up before all have it
-SOON = Deadlines(prepare=20.0, commit=0.2)
 CHUNK = 64 << 10
 CONTENT = np.random.default_rng(0).bytes(10 * CHUNK + 17)
 
@@ -38,6 +35,7 @@ def web() -> Iterator[WebServer]:
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     with serving_zero(tmp_path, 3, monkeypatch) as made:
+        made.deadlines = Deadlines(prepare=20.0, commit=0.2)
         yield made
 
 
@@ -212,7 +210,7 @@ def test_a_fleet_reads_a_bucket_once(fleet: Fleet, web: WebServer) -> None:
     url = web.put("v1.safetensors", content)
     known_weights(url)
     before = web.sent
-    receipt = fleet.swap(url, deadlines=SOON)
+    receipt = fleet.swap(url)
     assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(1)}
     known = len(content)  # the coordinator reads the header
     assert web.sent - before <= 3 * known  # it, the reader, and a look whether it has changed; five without
@@ -224,14 +222,13 @@ def test_a_delta_is_read_once_and_its_base_by_who_lacks_it(fleet: Fleet, web: We
     delta = write_delta(fleet.file(0), fleet.file(1), fleet.where / "d.safetensors").path.read_bytes()
     web.put("v0.safetensors", fleet.file(0).read_bytes())
     fleet.desired_store.set(f"{web.url}/v0.safetensors", revision=1, known=known_weights(fleet.file(0)))
-    for agent in fleet.agents.values():
-        agent.reconcile()
+    fleet.reconcile()
     url, before = web.put("d.safetensors", delta), web.sent
     known_weights(url)
     known = web.sent - before
-    assert set(fleet.swap(url, deadlines=SOON).nodes) == {"n0", "n1", "n2"}
+    assert set(fleet.swap(url).nodes) == {"n0", "n1", "n2"}
     assert web.sent - before <= 3 * known + 2 * len(delta)  # one reader; not three
-    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+    assert fleet.all_serve(1)
     fleet.start("n3")
     assert fleet.agents["n3"].model.weights_id == fleet.weights_id(1)
 
@@ -249,14 +246,14 @@ def test_damage_on_the_way_is_seen(fleet: Fleet, web: WebServer, monkeypatch: py
 
     monkeypatch.setattr(taker, "fetch", damaged)
     with pytest.raises(FleetRefused) as refused:
-        fleet.swap(url, deadlines=SOON)
-    assert {name: type(error) for name, error in refused.value.reasons.items()} == {"n2": DigestMismatch}
+        fleet.swap(url)
+    assert kinds(refused) == {"n2": DigestMismatch}
     assert f"n2: DigestMismatch: {url}: refused, 1 problem; " in str(refused.value)
-    assert set(fleet.served().values()) == {fleet.weights_id(0)}
+    assert fleet.all_serve(0)
 
 
 def test_a_fleet_whose_reader_gives_nothing_reads_by_itself(fleet: Fleet, web: WebServer) -> None:
     url = web.put("v1.safetensors", fleet.file(1).read_bytes())
-    fleet.fate = lambda method, node: "lost" if method == "chunk" else ""
-    receipt = fleet.swap(url, deadlines=SOON)
+    fleet.lose("chunk")
+    receipt = fleet.swap(url)
     assert set(fleet.served().values()) == {receipt.weights_id}

@@ -13,13 +13,12 @@ from uuid import uuid4
 
 import pytest
 
-from weightswap_fleet.coordinator.agreement import Agreement, Deadlines, FleetTrial
+from weightswap_fleet import Deadlines
+from weightswap_fleet.coordinator.agreement import Agreement
 from weightswap_fleet.documents import FleetPlan, TrialRequest
-from weightswap_runtime import WeightswapError
-from weightswap_runtime.following.desired_state import DesiredWeights
-from weightswap_runtime.following.desired_store import known_weights
+from weightswap_runtime import DesiredWeights, WeightswapError
 
-from .nodes import Fleet
+from .nodes import Fleet, FleetTrial, known_weights
 
 SOON = Deadlines(prepare=5.0, commit=1.0)
 SECONDS, SECONDS_A_SECOND = 40, 20  # so that leases run out

@@ -13,18 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from weightswap_fleet import FleetRefused
 from weightswap_fleet.coordinator import agreement
-from weightswap_fleet.coordinator.agreement import Agreement, FleetTrial, shares
-from weightswap_fleet.documents import FleetPlan, PrepareReply, PrepareRequest, TrialRequest
-from weightswap_fleet.errors import FleetRefused
-from weightswap_runtime.errors import DigestMismatch, StageCancelled, StageClosed, StagingBusy, Unsupported
-from weightswap_runtime.following.desired_state import DesiredWeights
-from weightswap_runtime.following.desired_store import known_weights
-from weightswap_runtime.live.staged import Staged
+from weightswap_fleet.coordinator.agreement import shares
+from weightswap_fleet.documents import FleetPlan, PrepareReply, PrepareRequest
+from weightswap_runtime import DigestMismatch, StageCancelled, StageClosed, Staged, StagingBusy, Unsupported
 from weightswap_server.canary import Answers, Compared, Measured
 from weightswap_server.workers.trials import TrialMeasures
 
-from .nodes import SOON, Fleet, serving_zero
+from .nodes import SOON, Fleet, FleetTrial, NodeAgent, kinds, known_weights, serving_zero
 
 NODES = 3
 
@@ -35,21 +32,16 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
         yield made
 
 
-def trial_of(fleet: Fleet, number: int = 1, path: Path | None = None, **plan: Any) -> TrialRequest:
-    path = path or fleet.file(number)
-    weights = DesiredWeights(source=str(path), weights_id=fleet.weights_id(number), since=100.0, by="ana")
-    return TrialRequest(f"trial {number}", str(path), weights, FleetPlan(**plan), lease=10.0)
-
-
 def begun(fleet: Fleet, number: int = 1, now: float = 100.0, **plan: Any) -> FleetTrial:
     """Begin a trial on all nodes, at second 100; the leader's clock stands still."""
-    trial = FleetTrial(trial_of(fleet, number, **plan), fleet, lambda: now)
+    trial = FleetTrial(fleet.trial(number, **plan), fleet, lambda: now)
     trial.begin(5.0)
     return trial
 
 
-def trying(fleet: Fleet) -> dict[str, str]:
-    return {node: agent.status().trying for node, agent in fleet.agents.items()}
+def verdict(trial: FleetTrial) -> str | None:
+    found = trial.poll()
+    return found.what if found is not None else None
 
 
 def answered(fleet: Fleet, node: str, canary: int, errors: int = 0, word: int | None = None) -> None:
@@ -58,19 +50,18 @@ def answered(fleet: Fleet, node: str, canary: int, errors: int = 0, word: int | 
     failed = [False] * (canary - errors) + [True] * errors
     tried = Answers(canary, errors, [0.001] * (canary - errors), failed, [])
     measured = Measured(served, tried, Compared(0, 0, 0.0, 0.0, []))
-    agent = fleet.agents[node]
-    trial = agent._control.trial if word is None else word
+    trial = fleet.trial_words()[node] if word is None else word
     text = msgspec.msgpack.encode(TrialMeasures("tiny", trial, measured))
-    agent.add_measures(b64encode(text).decode())
+    fleet.agents[node].add_measures(b64encode(text).decode())
 
 
 def test_all_nodes_try_and_serve_what_they_served(fleet: Fleet) -> None:
     trial = begun(fleet, share=0.25)
-    assert set(trying(fleet).values()) == {fleet.weights_id(1)}
-    assert set(fleet.served().values()) == {fleet.weights_id(0)}
+    assert fleet.trying() == {fleet.weights_id(1)}
+    assert fleet.all_serve(0)
     assert fleet.desired_store.read().revision == 1
     assert trial.shares == dict.fromkeys(fleet.names(), 0.25)
-    assert all(agent._control.trial for agent in fleet.agents.values())
+    assert all(fleet.trial_words().values())
     report = trial.report()
     assert (report.weights_id, report.by, report.outcome) == (fleet.weights_id(1), "ana", "")
     assert report.as_dict()["plan"]["share"] == 0.25
@@ -78,22 +69,21 @@ def test_all_nodes_try_and_serve_what_they_served(fleet: Fleet) -> None:
 
 def test_one_that_a_node_cannot_take_is_tried_by_none(fleet: Fleet) -> None:
     with pytest.raises(FleetRefused) as refused:
-        FleetTrial(trial_of(fleet, 1, fleet.damaged(1)), fleet).begin(5.0)
-    assert {type(error) for error in refused.value.reasons.values()} == {DigestMismatch}
-    assert set(trying(fleet).values()) == {""}
-    fleet.fate = lambda method, node: "lost" if (method, node) == ("prepare_trial", "n1") else ""
+        FleetTrial(fleet.trial(1, fleet.damaged(1)), fleet).begin(5.0)
+    assert set(kinds(refused).values()) == {DigestMismatch}
+    assert fleet.trying() == {""}
+    fleet.lose("prepare_trial", node="n1")
     with pytest.raises(FleetRefused, match="n1"):
         begun(fleet)
-    assert set(trying(fleet).values()) == {""}
+    assert fleet.trying() == {""}
 
 
 def test_one_whose_nodes_lose_it_as_it_begins_has_not_begun(fleet: Fleet) -> None:
-    def gives_up(method: str, node: str) -> str:
-        if method == "continue_trial":
-            fleet.agents[node].end_trial("trial 1")
-        return ""
+    def all_give_up() -> None:
+        for agent in fleet.agents.values():
+            agent.end_trial("trial 1")
 
-    fleet.fate = gives_up
+    fleet.before("continue_trial", all_give_up)
     with pytest.raises(FleetRefused, match="no node has it any more"):
         begun(fleet)
 
@@ -101,7 +91,7 @@ def test_one_whose_nodes_lose_it_as_it_begins_has_not_begun(fleet: Fleet) -> Non
 def test_what_is_served_is_not_tried(fleet: Fleet) -> None:
     with pytest.raises(FleetRefused) as refused:
         begun(fleet, 0)
-    assert {type(error) for error in refused.value.reasons.values()} == {Unsupported}
+    assert set(kinds(refused).values()) == {Unsupported}
 
 
 def test_a_second_trial_and_a_change_wait_for_the_first(fleet: Fleet) -> None:
@@ -109,29 +99,24 @@ def test_a_second_trial_and_a_change_wait_for_the_first(fleet: Fleet) -> None:
     for change in (lambda: begun(fleet, 2), lambda: fleet.swap(2)):
         with pytest.raises(FleetRefused, match=r"is on trial by ana; promote or abort it first") as refused:
             change()
-        assert {type(error) for error in refused.value.reasons.values()} == {StagingBusy}
-    assert (set(trying(fleet).values()), trial.poll()) == ({fleet.weights_id(1)}, None)
+        assert set(kinds(refused).values()) == {StagingBusy}
+    assert (fleet.trying(), trial.poll()) == ({fleet.weights_id(1)}, None)
     trial.end()
-    assert set(trying(fleet).values()) == {""}
+    assert fleet.trying() == {""}
     fleet.swap(2)
-    assert set(fleet.served().values()) == {fleet.weights_id(2)}
+    assert fleet.all_serve(2)
 
 
 def test_a_promotion_reads_no_file_again(fleet: Fleet) -> None:
     trial = begun(fleet)
     known = known_weights(fleet.file(1))
     fleet.file(1).rename(fleet.file(1).with_suffix(".away"))
-    desired_store = fleet.desired_store
-    desired_store.set(fleet.file(0), revision=1)  # somebody else decides something that changes nothing
-    receipt = Agreement(desired_store, fleet).swap(
-        str(fleet.tiny.path.parent / "v1.safetensors"), known, "bo", "", SOON
-    )
+    fleet.desired_store.set(fleet.file(0), revision=1)  # somebody else decides something that changes nothing
+    receipt = fleet.agreement.swap(trial.request.source, known, "bo", "", SOON)
     assert {each.resident for each in receipt.nodes.values()} == {True}
-    assert set(fleet.served().values()) == {fleet.weights_id(1)}
-    assert set(trying(fleet).values()) == {""}
-    verdict = trial.poll()
-    assert verdict is not None
-    assert verdict.what == "ended"
+    assert fleet.all_serve(1)
+    assert fleet.trying() == {""}
+    assert verdict(trial) == "ended"
 
 
 def test_a_copy_of_what_is_on_trial_is_another_file(fleet: Fleet) -> None:
@@ -142,17 +127,16 @@ def test_a_copy_of_what_is_on_trial_is_another_file(fleet: Fleet) -> None:
         fleet.swap(copy, "bo")
     assert fleet.desired_store.read().revision == 1
     fleet.swap(1)
-    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+    assert fleet.all_serve(1)
 
 
-def test_a_promotion_that_is_not_decided_leaves_the_trial(fleet: Fleet) -> None:
+def test_a_promotion_that_is_not_decided_leaves_the_trial(fleet: Fleet, agent: NodeAgent) -> None:
     trial = begun(fleet)
-    fleet.fate = lambda method, node: "lost" if (method, node) == ("prepare", "n2") else ""
+    fleet.lose("prepare", node="n2")
     with pytest.raises(FleetRefused, match="n2"):
         fleet.swap(1)
-    assert (set(trying(fleet).values()), trial.poll()) == ({fleet.weights_id(1)}, None)
-    assert {agent.status().preparing for agent in fleet.agents.values()} == {""}
-    agent = fleet.agents["n0"]
+    assert (fleet.trying(), trial.poll()) == ({fleet.weights_id(1)}, None)
+    assert fleet.preparing() == {""}
     # its coordinator dies
     agent.prepare(PrepareRequest("left", 1, trial.request.source, trial.request.weights, 10.0))
     fleet.now += 11.0
@@ -164,12 +148,10 @@ def test_a_promotion_that_is_not_decided_leaves_the_trial(fleet: Fleet) -> None:
 def test_a_rollback_ends_it(fleet: Fleet) -> None:
     fleet.swap(2)
     trial = begun(fleet)
-    Agreement(fleet.desired_store, fleet).rollback(None, "bo", "", False, SOON)
-    assert set(fleet.served().values()) == {fleet.weights_id(0)}
-    assert set(trying(fleet).values()) == {""}
-    verdict = trial.poll()
-    assert verdict is not None
-    assert verdict.what == "ended"
+    fleet.rollback()
+    assert fleet.all_serve(0)
+    assert fleet.trying() == {""}
+    assert verdict(trial) == "ended"
 
 
 @pytest.mark.parametrize("number", [1, 2], ids=["what is on trial", "something else"])
@@ -183,8 +165,8 @@ def test_the_desired_store_says_something_meanwhile(fleet: Fleet, number: int) -
         agent.reconcile()
         assert agent.status().revision == 2
     assert set(fleet.served().values()) == {fleet.desired_store.read().weights.weights_id}  # type: ignore[union-attr]
-    assert set(trying(fleet).values()) == {""}
-    assert not any(agent._control.trial for agent in fleet.agents.values())
+    assert fleet.trying() == {""}
+    assert not any(fleet.trial_words().values())
 
 
 def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
@@ -192,13 +174,11 @@ def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
     fleet.now += 9.0
     assert trial.poll() is None
     fleet.now += 9.0
-    for agent in fleet.agents.values():
-        agent.reconcile()
-    assert set(trying(fleet).values()) == {fleet.weights_id(1)}
+    fleet.reconcile()
+    assert fleet.trying() == {fleet.weights_id(1)}
     fleet.now += 2.0
-    for agent in fleet.agents.values():
-        agent.reconcile()
-    assert set(trying(fleet).values()) == {""}
+    fleet.reconcile()
+    assert fleet.trying() == {""}
     fleet.swap(2)
 
 
@@ -216,7 +196,7 @@ def test_the_next_leader_finds_it(fleet: Fleet) -> None:
     fleet.agents["n0"].reconcile()
     assert fleet.agents["n0"].status().trying
     found.end()
-    assert set(trying(fleet).values()) == {""}
+    assert fleet.trying() == {""}
 
 
 class Staging:
@@ -228,7 +208,7 @@ class Staging:
         self.agent._changes._await = self._wait_longer  # type: ignore[method-assign]
         self.go, began = threading.Event(), threading.Event()
         self._began = began
-        self.prepared = pool.submit(self.agent.prepare_trial, trial_of(fleet, share=0.5))
+        self.prepared = pool.submit(self.agent.prepare_trial, fleet.trial(1, share=0.5))
         assert began.wait(60)
 
     def _wait_longer(self, staged: Staged, is_wanted: Callable[[], bool]) -> None:
@@ -255,22 +235,22 @@ def test_one_whose_leader_dies_while_it_is_staged_is_given_up(fleet: Fleet, stag
     assert not staging.prepared.done()
     fleet.now += 2.0
     assert isinstance(staging.prepared.exception(60), StageCancelled)
-    assert set(trying(fleet).values()) == {""}
+    assert fleet.trying() == {""}
     assert not staging.agent.renew("trial 1")
 
 
 def test_the_next_leader_does_not_wait_for_what_is_staged(fleet: Fleet, staging: Staging) -> None:
     """Waiting calls would use up the agent's concurrency."""
-    found, control = FleetTrial.find(fleet), staging.agent._control
+    found = FleetTrial.find(fleet)
     assert found is not None
     for _ in range(3):
         fleet.now += 9.0
         assert found.poll() is None
-    assert (staging.prepared.done(), control.trial) == (False, 0)
+    assert (staging.prepared.done(), fleet.trial_words()["n0"]) == (False, 0)
     staging.go.set()
     assert isinstance(staging.prepared.result(60), PrepareReply)
     assert found.poll() is None
-    assert (found.shares, control.trial != 0) == ({"n0": 0.5}, True)
+    assert (found.shares, fleet.trial_words()["n0"] != 0) == ({"n0": 0.5}, True)
 
 
 def test_nodes_that_are_ready_wait_for_one_that_takes_longer_than_the_lease(
@@ -278,11 +258,6 @@ def test_nodes_that_are_ready_wait_for_one_that_takes_longer_than_the_lease(
 ) -> None:
     monkeypatch.setattr(agreement, "_RENEW", 0.01)
     stage, renewed = fleet.agents["n2"].model.stage, threading.Semaphore(0)
-
-    def count(method: str, node: str) -> str:
-        if (method, node) == ("renew", "n1"):
-            renewed.release()
-        return ""
 
     def takes_long(*arguments, **options):  # type: ignore[no-untyped-def]
         for _ in range(3):
@@ -293,14 +268,14 @@ def test_nodes_that_are_ready_wait_for_one_that_takes_longer_than_the_lease(
             fleet.agents["n1"].reconcile()
         return stage(*arguments, **options)
 
-    fleet.fate = count
+    fleet.before("renew", renewed.release, node="n1")
     monkeypatch.setattr(fleet.agents["n2"].model, "stage", takes_long)
     assert begun(fleet, share=0.5).shares == dict.fromkeys(fleet.names(), 0.5)
 
 
 def test_a_node_that_is_late_keeps_it_and_one_that_has_gone_does_not(fleet: Fleet) -> None:
     trial = begun(fleet, share=0.5)
-    fleet.fate = lambda method, node: "lost" if node == "n1" else ""
+    fleet.lose(node="n1")
     assert trial.poll() is None
     assert set(trial.shares) == {"n0", "n1", "n2"}
     fleet.gone.add("n1")
@@ -310,7 +285,7 @@ def test_a_node_that_is_late_keeps_it_and_one_that_has_gone_does_not(fleet: Flee
     fleet.start("n0")  # the next agent knows of no trial
     assert trial.poll() is None
     assert set(trial.shares) == {"n2"}
-    assert fleet.agents["n0"]._control.trial == 0
+    assert fleet.trial_words()["n0"] == 0
 
 
 def test_what_all_nodes_measure_is_judged_together(fleet: Fleet) -> None:
@@ -324,18 +299,14 @@ def test_what_all_nodes_measure_is_judged_together(fleet: Fleet) -> None:
     answered(fleet, "n0", 1, word=12345)  # of an earlier trial
     assert trial.poll() is None
     answered(fleet, "n0", 1)
-    verdict = trial.poll()
-    assert verdict is not None
-    assert (verdict.what, verdict.why) == ("promote", "requests >= 100 and errors < 0.1")
+    assert trial.poll() == ("promote", "requests >= 100 and errors < 0.1")
     answered(fleet, "n2", 20, errors=20)
-    verdict = trial.poll()
-    assert verdict is not None
-    assert verdict.what == "abort"
+    assert verdict(trial) == "abort"
 
 
 def test_steps(fleet: Fleet) -> None:
     now = [100.0]
-    request = trial_of(fleet, steps=(0.0, 0.2, 1.0), step_seconds=60.0)
+    request = fleet.trial(1, steps=(0.0, 0.2, 1.0), step_seconds=60.0)
     trial = FleetTrial(request, fleet, lambda: now[0])
     trial.begin(5.0)
     found = {}
@@ -361,7 +332,7 @@ def test_a_share_of_the_nodes(fleet: Fleet) -> None:
 def test_a_share_of_the_nodes_that_would_be_all_is_refused(fleet: Fleet, plan: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match=r"share=0\.7 of 3 nodes would be all"):
         begun(fleet, of="nodes", **plan)
-    assert set(trying(fleet).values()) == {""}
+    assert fleet.trying() == {""}
 
 
 @pytest.mark.parametrize(
@@ -375,16 +346,17 @@ def test_how_many_nodes_a_share_is(share: float, first: int) -> None:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ({"share": 1.5}, "share=1.5: expected a number from 0 to 1"),
+        ({"share": 1.5}, "share=1.5"),
         ({"share": float("nan")}, "share=nan"),
-        ({"of": "replicas"}, "expected 'requests' or 'nodes'"),
-        ({"share": 0.1, "steps": (0.2,)}, "give only one of them"),
-        ({"steps": (0.2, 2.0)}, "expected shares from 0 to 1"),
-        ({"steps": (0.2, float("nan"))}, "expected shares from 0 to 1"),
-        ({"steps": (0.2,), "step_seconds": 0.0}, "expected a number of seconds"),
-        ({"steps": (0.2,), "step_seconds": float("inf")}, "expected a number of seconds"),
+        ({"of": "replicas"}, "'nodes'"),
+        ({"share": 0.1, "steps": (0.2,)}, "only one"),
+        ({"steps": (0.2, 2.0)}, "from 0 to 1"),
+        ({"steps": (0.2, float("nan"))}, "from 0 to 1"),
+        ({"steps": (0.2,), "step_seconds": 0.0}, "seconds"),
+        ({"steps": (0.2,), "step_seconds": float("inf")}, "seconds"),
         ({"promote_if": "nonsense > 1"}, "nonsense"),
         ({"abort_if": "errors >"}, "errors >"),
+        *(({"tolerance": tolerance}, "tolerance=") for tolerance in (-0.1, float("nan"), float("inf"))),
     ],
 )
 def test_plans_that_cannot_be_meant(plan: dict[str, Any], said: str) -> None:
@@ -392,9 +364,8 @@ def test_plans_that_cannot_be_meant(plan: dict[str, Any], said: str) -> None:
         FleetPlan(**plan).check()
 
 
-def test_going_on_with_what_is_over(fleet: Fleet) -> None:
-    agent = fleet.agents["n0"]
-    with pytest.raises(StageClosed, match="n0: the trial trial 1 is over"):
+def test_going_on_with_what_is_over(fleet: Fleet, agent: NodeAgent) -> None:
+    with pytest.raises(StageClosed):
         agent.continue_trial("trial 1", 0.1)
     agent.end_trial("trial 1")
     agent.add_measures(b64encode(b"late").decode())  # nobody's, and not read

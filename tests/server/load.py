@@ -10,11 +10,17 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import PIPE, Popen
 from threading import Barrier
 from typing import Any
 
 import numpy as np
+
+from tests import ROOT
+from tests.support import warm
 
 INPUT = np.arange(6, dtype=np.float32).reshape(2, 3)
 CLIENTS = 4
@@ -23,6 +29,30 @@ CHANNEL = [(f"grpc.{which}_reconnect_backoff_ms", int(1000 * BACK)) for which in
 seen = [-1]  # the latest generation of an answer; clients are threads, and a moment too late does no harm
 times: list[float] = []
 begun = Barrier(CLIENTS)
+
+
+def start(server: Any, expected: Mapping[str, np.ndarray[Any, Any]], folder: Path, seconds: float) -> Popen[str]:
+    """Start the load on a server's two ports. expected: the outputs by weights id."""
+    np.savez(folder / "expected.npz", **expected)
+    ports = str(server.http_port), str(server.grpc_port)
+    command = [warm.python(), "-m", "tests.server.load", *ports, str(folder / "expected.npz"), str(seconds)]
+    return Popen(command, cwd=ROOT, stdout=PIPE, text=True)
+
+
+def report_of(client: Popen[str]) -> dict[str, Any]:
+    """Return what a load has printed, once it has ended."""
+    report: dict[str, Any] = json.loads(client.communicate(timeout=120)[0])
+    assert client.returncode == 0
+    return report
+
+
+def check_all_right(client: Popen[str]) -> dict[str, Any]:
+    """Return the report of a load; no answer of it may be wrong or missing, and each set of weights must have some."""
+    report = report_of(client)
+    answers = report["answers"]
+    assert (answers.pop("mixed"), answers.pop("stale"), answers.pop("failed")) == (0, 0, 0)
+    assert all(count > 10 for count in answers.values())
+    return report
 
 
 def load(protocol: str, port: int, expected: dict[str, np.ndarray[Any, Any]], seconds: float) -> dict[str, int]:

@@ -6,13 +6,10 @@ Whoever is killed and restarted ends on what was desired; what was refused, or r
 from __future__ import annotations
 
 import http.client
-import json
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
@@ -21,15 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.server.load import INPUT
-from tests.server.worker_processes import children_of, eager, eventually, started
-from tests.support.administered import TOKEN
+from tests.server.worker_processes import Running, eventually, started
 from tests.support.refusals import because
-from tests.support.served import as_json
+from tests.support.served import expected
 from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import NotPromoted
-from weightswap_runtime.transfer.admin_client import AdminClient, AdminRefused
 
 WORKERS = 2
 
@@ -77,40 +71,33 @@ class Day:
         self.plan, self.root = plan, root
         self.tiny = TinyArtifact(root / "tiny.artifact")
         self.service = Service(self.tiny, root / "service")
-        self.operator = AdminClient(f"unix://{root / 's'}", TOKEN)
         self.good: dict[int, str] = {}
         self.expected: dict[str, np.ndarray[Any, Any]] = {}
         self.seen: list[Seen] = []
         self.failures = 0
-        self.port = 0
-        self.process: subprocess.Popen[str]
+        self.server: Running
         self._running = ExitStack()
         self._ended = Event()
 
     def start(self) -> None:
         options = ["--follow", str(self.service.folder), "--admin-socket", str(self.root / "s")]
-        self.process, self.port, _ = self._running.enter_context(started(self.root, WORKERS, *options))
+        self.server = self._running.enter_context(started(self.root, WORKERS, *options))
 
     def restart(self, number: int) -> None:
         """Restart the whole server, with the manager."""
-        children = children_of(self.process.pid)
-        self.process.send_signal(number)
-        assert self.process.wait(30) == (0 if number == signal.SIGTERM else -number)
+        children, process = self.server.children, self.server.process
+        process.send_signal(number)
+        assert process.wait(30) == (0 if number == signal.SIGTERM else -number)
         eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
         self._running.close()
         self.start()
 
     def kill_owner(self) -> None:
-        self._kill(self.operator.get("/admin/status")["pid"])
+        self.server.replace(self.server.operator.get("/admin/status")["pid"])
 
     def kill_worker(self) -> None:
-        owner = self.operator.get("/admin/status")["pid"]
-        self._kill(next(child for child in children_of(self.process.pid) if child != owner))
-
-    def _kill(self, victim: int) -> None:
-        """Kill a process, and wait until another has replaced it."""
-        os.kill(victim, signal.SIGKILL)
-        eventually(lambda: victim not in (now := children_of(self.process.pid)) and len(now) == WORKERS + 1)
+        owner = self.server.operator.get("/admin/status")["pid"]
+        self.server.replace(next(child for child in self.server.children if child != owner))
 
     def train(self, seed: int) -> None:
         """Write a checkpoint, whole or broken, to the desired store, as a trainer that checks nothing."""
@@ -125,7 +112,7 @@ class Day:
             path.write_bytes(raw)
         elif seed != self.plan.not_finite:
             self.good[seed] = weights_id_of(path)
-            self.expected[self.good[seed]] = eager(seed)
+            self.expected[self.good[seed]] = expected(seed)
         if seed in self.plan.held:
             with pytest.raises(NotPromoted, check=because("held")):
                 self.service.desired_store.promote(path, by="trainer")
@@ -144,11 +131,9 @@ class Day:
         """Roll back by the admin plane, and return the time after it. What is not finite is refused by the owner."""
         bad = weights_id_of(self.service.folder / f"v{self.plan.not_finite}.safetensors")
         before = self.service.desired_store.read()
-        with pytest.raises(AdminRefused, match="1 NaN"):
-            self.operator.post("/admin/models/tiny/rollback", {"to": bad})
+        assert "1 NaN" in self.server.refused_change("rollback", to=bad)
         assert self.service.desired_store.read() == before
-        asked = {"to": self.good[self.plan.back][:12], "why": "slow"}
-        eventually(lambda: bool(self.operator.post("/admin/models/tiny/rollback", asked)))
+        eventually(lambda: bool(self.server.change("rollback", to=self.good[self.plan.back][:12], why="slow")))
         assert self.service.desired == self.good[self.plan.back]
         return time.monotonic()
 
@@ -169,24 +154,21 @@ class Day:
         if seed not in self.good and seed not in self.plan.held:
             name = f"v{seed}.safetensors"
             history = "/admin/models/tiny/history"
-            eventually(lambda: any(name in each["source"] for each in self.operator.get(history)["refusals"]))
+            eventually(lambda: any(name in each["source"] for each in self.server.operator.get(history)["refusals"]))
         self.agree(self.wanted)
 
     def _told(self, wanted: str) -> bool:
-        served = self.operator.get("/admin/models/tiny")["served"]
+        served = self.server.status["served"]
         return served is not None and served["weights_id"] == wanted
 
     def _ask(self) -> Seen:
         """Send a request on a new connection, to any worker."""
         asked = time.monotonic()
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
-            connection.request("POST", "/v2/models/tiny/infer", json.dumps(as_json(x=INPUT)).encode())
-            reply = connection.getresponse()
-            answer = json.loads(reply.read())
-        if reply.status != 200:
-            raise OSError(answer["error"])
-        weights_id = answer["parameters"]["weights_id"]
-        values = np.array(answer["outputs"][0]["data"], np.float32).reshape(2, 5)
+        try:
+            said, values = self.server.answer()
+        except AssertionError as error:
+            raise OSError("refused") from error
+        weights_id = said["weights_id"]
         right = weights_id in self.expected and np.allclose(values, self.expected[weights_id], rtol=1e-5, atol=1e-5)
         self.seen.append(Seen(asked, weights_id, right))
         return self.seen[-1]
@@ -219,8 +201,7 @@ class Day:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
-def test_every_process_ends_on_what_was_desired(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+def test_every_process_ends_on_what_was_desired(plan: Plan, tmp_path: Path) -> None:
     day, rolled_back, released = Day(plan, tmp_path), 0.0, 0.0
     for seed in day.run():
         if seed == plan.rollback:

@@ -5,44 +5,26 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import requests
-import torch
 from hypothesis import example, given, settings
 
 from tests.support.described import MODES, try_operation
-from tests.support.served import Reply, as_json, ask, serving
-from tests.support.tiny import TinyArtifact
-from weightswap_runtime import load
+from tests.support.served import INFER, Reply, X, answer_of, as_json, ask, connect, connections, expected, serving_tiny
+from tests.support.watched import eventually
 from weightswap_server import Server
-
-X = np.arange(6, dtype=np.float32).reshape(2, 3)
-INFER = "/v2/models/tiny/infer"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("served")
-    tiny = TinyArtifact(folder / "tiny.artifact")
-    model = load(tiny.path, tiny.write(folder / "v1.safetensors", tiny.values(1)))
-    with serving({"tiny": model}, max_body=100_000, body_timeout=0.5) as running:
+    with serving_tiny(tmp_path_factory.mktemp("served"), max_body=100_000, body_timeout=0.5) as running:
         yield running
-        assert model.generation == 0
-        answers_right(running)
-
-
-def answers_right(server: Server) -> None:
-    wanted = TinyArtifact.eager(1, torch.from_numpy(X)).reshape(-1).tolist()
-    assert ask(server, INFER, as_json(x=X)).json["outputs"][0]["data"] == wanted
 
 
 @pytest.fixture(scope="module")
@@ -119,16 +101,13 @@ def abuse(server: Server) -> None:
     good = json.dumps(as_json(x=X)).encode()
     head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
     for sent in (b"", b"GET", b"\0" * 100, head % 500, head % len(good) + good[:9], head % len(good) + good):
-        with suppress(ConnectionError), socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+        with suppress(ConnectionError), connect(server) as raw:
             raw.sendall(sent)  # and leaves
 
 
 def open_descriptors(server: Server) -> int:
     """Count file descriptors, once the server has noticed that its clients have disconnected."""
-    limit = time.monotonic() + 20
-    while server._http.server_state.connections:
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+    assert eventually(lambda: not connections(server))
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -145,6 +124,6 @@ def test_nothing_is_left_behind(server: Server) -> None:
     descriptors, memory = open_descriptors(server), resident_bytes()
     for _ in range(60):
         abuse(server)
-    answers_right(server)
+    assert answer_of(server) == expected(1).reshape(-1).tolist()
     assert open_descriptors(server) <= descriptors
     assert resident_bytes() < memory + (8 << 20)

@@ -16,21 +16,16 @@ from blake3 import blake3
 
 from tests.support.administered import BEARER, TOKEN, administered, call, change
 from tests.support.described import MODES, try_operation
+from tests.support.served import ask, rest_of
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
+from tests.support.watched import eventually
 from weightswap_runtime import Unsupported, load
 from weightswap_server import AdminSettings, Server
 from weightswap_server.admin.access import AllowList, Tokens, read_tokens
 from weightswap_server.admin.audit import AuditLog
 from weightswap_server.errors import Forbidden, NotReady
 
-PATHS = (
-    "/admin/status",
-    "/admin/models/tiny",
-    "/openapi.json",
-    "/metrics",
-    "/nothing/here",
-    "/v2/repository/index",
-)
+PATHS = ("/admin/status", "/admin/models/tiny", "/openapi.json", "/metrics", "/nothing/here", "/v2/repository/index")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "allowed" / "away").symlink_to(found / "outside")
     tiny.write(found / "allowed" / "w.safetensors", tiny.values(3))
     tiny.write(found / "v1.safetensors", tiny.values(1))
-    (found / "token").write_text(TOKEN)
     (found / "allowed" / "w.goldens.safetensors").symlink_to(found / "outside" / "g")
     return found
 
@@ -56,7 +50,6 @@ def server(folder: Path) -> Iterator[Server]:
     model = load(folder / "tiny.artifact", folder / "v1.safetensors")
     with administered(
         {"tiny": model},
-        token_file=str(folder / "token"),
         allow=(str(folder / "allowed"), "https://models.example/prod/"),
         upload_dir=str(folder / "uploads"),
         max_uploads=100_000,
@@ -97,17 +90,19 @@ def test_nothing_is_told_without_the_token(server: Server, path: str, headers: A
         assert TOKEN not in refused.body.decode()
 
 
-def test_two_tokens_are_none(server: Server) -> None:
+def connect(server: Server, timeout: float = 10) -> socket.socket:
     assert server.admin is not None
-    with socket.create_connection(("127.0.0.1", server.admin.port)) as connection:
+    return socket.create_connection(("127.0.0.1", server.admin.port), timeout)
+
+
+def test_two_tokens_are_none(server: Server) -> None:
+    with connect(server) as connection:
         lines = f"Authorization: Bearer {TOKEN}\r\n" * 2
         connection.sendall(f"GET /admin/status HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 401")
 
 
 def test_the_public_port_has_no_admin(server: Server) -> None:
-    from tests.support.served import ask
-
     assert ask(server, "/admin/status", headers=BEARER).status == 404
     assert ask(server, "/v2/repository/models/tiny/load", {}, BEARER).status == 404
 
@@ -199,7 +194,7 @@ def left_behind(folder: Path) -> list[str]:
     return sorted(each.name for each in (folder / "uploads").iterdir())
 
 
-def test_an_upload_comes_whole(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_an_upload_comes_whole(server: Server, folder: Path) -> None:
     body = (folder / "allowed" / "v2.safetensors").read_bytes()
     digest = blake3(body).hexdigest()
     wrong = put(server, "v.safetensors", body, **{"X-Weightswap-Blake3": digest[::-1]})
@@ -236,37 +231,25 @@ def test_uploads_have_limits(server: Server, folder: Path) -> None:
 
 
 def raw_upload(server: Server, head: str) -> socket.socket:
-    assert server.admin is not None
-    connection = socket.create_connection(("127.0.0.1", server.admin.port), 20)
+    connection = connect(server, 20)
     lines = f"PUT /admin/uploads/raw.safetensors HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n{head}\r\n\r\n"
     connection.sendall(lines.encode())
     return connection
 
 
-def until_gone(folder: Path) -> None:
-    limit = time.monotonic() + 20
-    while left_behind(folder):
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-
-
 def test_uploads_that_break_off_stall_or_never_end(server: Server, folder: Path) -> None:
     with raw_upload(server, "Content-Length: 5000") as connection:
         connection.sendall(bytes(100))
-        limit = time.monotonic() + 20
-        while not left_behind(folder):
-            assert time.monotonic() < limit
-    until_gone(folder)
+        assert eventually(lambda: bool(left_behind(folder)))
+    assert eventually(lambda: not left_behind(folder))
     with raw_upload(server, "Content-Length: 5000") as connection:  # stalls
         connection.sendall(bytes(100))
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
-    until_gone(folder)
     with raw_upload(server, "Transfer-Encoding: chunked") as connection:  # too large, and nobody had said so
         with suppress(OSError):
             for _ in range(200):
                 connection.sendall(b"1000\r\n" + bytes(4096) + b"\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
-    until_gone(folder)
     with raw_upload(server, "Transfer-Encoding: chunked") as connection:  # a drop at a time, for ever
         answer, began = b"", time.monotonic()
         connection.settimeout(0.05)
@@ -275,7 +258,7 @@ def test_uploads_that_break_off_stall_or_never_end(server: Server, folder: Path)
             with suppress(TimeoutError):
                 answer = connection.recv(100)
         assert answer.startswith(b"HTTP/1.1 408")
-    until_gone(folder)
+    assert eventually(lambda: not left_behind(folder))
 
 
 @pytest.mark.parametrize(
@@ -326,21 +309,19 @@ def test_whatever_its_description_allows_and_what_it_does_not(server: Server, mo
 
 
 def test_denied_calls_are_in_the_audit_log(server: Server, folder: Path) -> None:
+    """Nobody writes tokens, lines or codes of terminals into it, and nobody else reads it."""
     time.sleep(1.05)
     for _ in range(3):
-        call(server, "/admin/status", headers={})
-    lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
-    assert (lines[-1]["outcome"], lines[-1]["call"]) == ("denied", "GET /admin/status")
-    assert TOKEN not in (folder / "audit.jsonl").read_text()
-    assert (folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
-
-
-def test_nobody_writes_lines_or_codes_of_terminals_into_the_audit_log(server: Server, folder: Path) -> None:
-    time.sleep(1.05)
-    assert call(server, "/%0a%7b%22who%22:1%7d%1b[31m%C2%9b31m%E2%80%A8%C2%85%EF%BF%BE", headers={}).status == 401
-    line = (folder / "audit.jsonl").read_bytes().splitlines()[-1].decode("ascii")
-    assert json.loads(line)["call"].endswith("\x1b[31m\x9b31m\u2028\x85\ufffe")
+        assert call(server, "/%0a%7b%22who%22:1%7d%1b[31m%C2%9b31m%E2%80%A8%C2%85%EF%BF%BE", headers={}).status == 401
+    content = (folder / "audit.jsonl").read_bytes()
+    line = content.splitlines()[-1].decode("ascii")
+    said = json.loads(line)
+    assert said["outcome"] == "denied"
+    assert said["call"].startswith("GET /")
+    assert said["call"].endswith("\x1b[31m\x9b31m\u2028\x85\ufffe")
     assert line.isprintable()
+    assert TOKEN.encode() not in content
+    assert (folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_log_that_has_room_for_half_a_line_is_one_that_cannot_be_written(
@@ -348,7 +329,7 @@ def test_a_log_that_has_room_for_half_a_line_is_one_that_cannot_be_written(
 ) -> None:
     log, write = AuditLog(str(tmp_path / "log")), os.write
     monkeypatch.setattr(os, "write", lambda fd, line: write(fd, line[: len(line) // 2]))
-    with pytest.raises(NotReady, match="nothing was done"):
+    with pytest.raises(NotReady):
         log.begin(call="swap")
 
 
@@ -401,10 +382,8 @@ def test_the_body_of_a_request_is_never_another_request(server: Server) -> None:
         f"Connection: Upgrade\r\nContent-Length: {len(inner)}\r\n\r\n"
     )
     last = "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    received = b""
-    with socket.create_connection(("127.0.0.1", server.admin.port), 10) as raw:
+    with connect(server) as raw:
         for piece in (head, inner, last):
             raw.sendall(piece.encode())
-        while data := raw.recv(65536):
-            received += data
+        received = rest_of(raw)
     assert [part[:3] for part in received.split(b"HTTP/1.1 ")[1:]] == [b"400", b"401"]

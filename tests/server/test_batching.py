@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Event, current_thread
+from threading import current_thread
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,13 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from tests.support.served import as_json, ask, occupied, serving
-from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_exporter import export, pack
-from weightswap_runtime import InputMismatch, Model, Unsupported, load
+from tests.support.exported import exported
+from tests.support.served import as_json, ask, before_calls, expected, occupied, serving
+from tests.support.tiny import WriteWeights
+from weightswap_runtime import InputMismatch, Model, Unsupported
 from weightswap_runtime.tensors import TensorBytes, array_content, as_array
-from weightswap_server import Server
+from weightswap_server import ServedMethod, Server
 from weightswap_server.errors import Overloaded
-from weightswap_server.methods import ServedMethod
 from weightswap_server.protocol import Answer
 from weightswap_server.service import batching
 from weightswap_server.service.batching import Call
@@ -35,9 +34,13 @@ def rows(count: int) -> np.ndarray[Any, Any]:
     return RNG.normal(size=(count, 3)).astype(np.float32)
 
 
-def submit(server: Server, values: Sequence[np.ndarray[Any, Any]]) -> list[Future[Answer]]:
+def calls_of(server: Server, values: Sequence[np.ndarray[Any, Any]], name: str = "x") -> list[Call]:
+    return [server.service.call("tiny", "", {name: array_content(value)}) for value in values]
+
+
+def submit(server: Server, values: Sequence[np.ndarray[Any, Any]], name: str = "x") -> list[Future[Answer]]:
     """Queue calls while the model is busy, so that all of them wait."""
-    calls = [server.service.call("tiny", "", {"x": array_content(value)}) for value in values]
+    calls = calls_of(server, values, name)
     with occupied(server):
         for call in calls:
             server.service.served[0].thread.submit(call)
@@ -48,32 +51,24 @@ def output(answer: Future[Answer]) -> np.ndarray[Any, Any]:
     return as_array(dict(answer.result(20).outputs)["output"])
 
 
-def sizes_of_calls(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which the rows of each later call of the model are appended."""
+def sizes_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which the rows of each later call are appended."""
     seen: list[int] = []
-    called = ServedMethod.call
-
-    def call(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
-        seen.append(self.rows(flat))
-        return called(self, session, flat, *variants)
-
-    monkeypatch.setattr(ServedMethod, "call", call)
+    before_calls(monkeypatch, lambda method, _, flat: seen.append(method.rows(flat)))
     return seen
 
 
-@pytest.fixture
-def model(tiny: TinyArtifact, weight_file: WriteWeights) -> Model:
-    return load(tiny.path, weight_file(1))
+def check_answers(values: Sequence[np.ndarray[Any, Any]], answers: Sequence[Future[Answer]]) -> None:
+    """Check that each is the answer of the weights of seed 1."""
+    for value, answer in zip(values, answers, strict=True):
+        np.testing.assert_allclose(output(answer), expected(1, value), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_queued_goes_as_one(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving({"tiny": model}, max_batch=6) as server:
-        seen = sizes_of_calls(model, monkeypatch)
+        seen = sizes_of_calls(monkeypatch)
         values = [rows(count) for count in (1, 2, 2, 3, 1, 6, 0, 1)]
-        for value, answer in zip(values, submit(server, values), strict=True):
-            np.testing.assert_allclose(
-                output(answer), TinyArtifact.eager(1, torch.from_numpy(value)), rtol=1e-5, atol=1e-5
-            )
+        check_answers(values, submit(server, values))
         assert seen == [6, 4, 6]  # 1 + 2 + 2 + 1, as 3 had no room; the 3 with the last; and the 6 alone
         text = server.service.metrics.text().decode()
         assert f'weightswap_server_batch_calls_sum{{model="tiny",weights_id="{model.weights_id}"}}' in text
@@ -89,7 +84,7 @@ def test_the_same_batch_gives_the_same_bits(model: Model) -> None:
 
 def test_without_batching_each_goes_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving({"tiny": model}) as server:
-        seen = sizes_of_calls(model, monkeypatch)
+        seen = sizes_of_calls(monkeypatch)
         for answer in submit(server, [rows(2), rows(1)]):
             answer.result(20)
         assert seen == [2, 1]
@@ -97,23 +92,19 @@ def test_without_batching_each_goes_alone(model: Model, monkeypatch: pytest.Monk
 
 def test_the_first_waits_for_others(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving({"tiny": model}, max_batch=4, max_delay=5.0) as server:
-        seen = sizes_of_calls(model, monkeypatch)
-        answers = []
-        for _ in range(4):
-            call = server.service.call("tiny", "", {"x": array_content(rows(1))})
+        seen = sizes_of_calls(monkeypatch)
+        for call in (calls := calls_of(server, [rows(1)] * 4)):
             server.service.served[0].thread.submit(call)
-            answers.append(call.answer)
-        for answer in answers:
-            answer.result(4)  # the batch is full before the delay is over
+        for call in calls:
+            call.answer.result(4)  # the batch is full before the delay is over
         assert seen == [4]
 
 
 def test_a_request_that_was_given_up_is_not_run(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving({"tiny": model}, max_batch=8) as server:
-        seen = sizes_of_calls(model, monkeypatch)
+        seen = sizes_of_calls(monkeypatch)
         with occupied(server):
-            calls = [server.service.call("tiny", "", {"x": array_content(rows(1))}) for _ in range(3)]
-            for call in calls:
+            for call in (calls := calls_of(server, [rows(1)] * 3)):
                 server.service.served[0].thread.submit(call)
             assert calls[1].answer.cancel()
         assert [output(calls[0].answer).shape, output(calls[2].answer).shape] == [(1, 5), (1, 5)]
@@ -125,24 +116,18 @@ def test_a_batch_never_spans_two_generations(
     model: Model, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch, max_batch: int, count: int
 ) -> None:
     """After a swap in the middle of a call, the answer names the weights that gave it."""
-    swapped = Event()
     first = model.weights_id
+
+    def swap(*_: object) -> None:
+        if model.generation == 0:
+            model.swap(weight_file(2))
+
     with serving({"tiny": model}, max_batch=max_batch) as server:
-        called = ServedMethod.call
-
-        def call(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
-            if not swapped.is_set():
-                model.swap(weight_file(2))
-                swapped.set()
-            return called(self, session, flat, *variants)
-
-        monkeypatch.setattr(ServedMethod, "call", call)
+        before_calls(monkeypatch, swap)
         values = [rows(2) for _ in range(count)]
-        for value, answer in zip(values, submit(server, values), strict=True):
-            np.testing.assert_allclose(
-                output(answer), TinyArtifact.eager(1, torch.from_numpy(value)), rtol=1e-5, atol=1e-5
-            )
-            assert (answer.result().generation, answer.result().weights_id) == (0, first)
+        answers = submit(server, values)
+        check_answers(values, answers)
+        assert {(each.result().generation, each.result().weights_id) for each in answers} == {(0, first)}
         assert model.generation == 1
 
 
@@ -159,21 +144,13 @@ class Lookup(nn.Module):
 
 def test_none_pays_for_anothers_mistake(tmp_path: Any) -> None:
     eager = Lookup().eval()
-    artifact = export(
-        eager,
-        (torch.zeros(2, dtype=torch.int64),),
-        out=tmp_path / "lookup.artifact",
-        dynamic_shapes={"tokens": {0: Dim("batch", max=64)}},
-    )
-    model = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path)
+    args, shapes = (torch.zeros(2, dtype=torch.int64),), {"tokens": {0: Dim("batch", max=64)}}
+    model = exported(eager, args, tmp_path, dynamic_shapes=shapes)
     with serving({"tiny": model}, max_batch=8) as server:
-        calls = [server.service.call("tiny", "", {"tokens": array_content(np.array([token]))}) for token in (1, 9, 3)]
-        with occupied(server):
-            for call in calls:
-                server.service.served[0].thread.submit(call)
-        for token, call in ((1, calls[0]), (3, calls[2])):
-            np.testing.assert_array_equal(output(call.answer), eager.table.weight.detach()[[token]])
-        assert isinstance(calls[1].answer.exception(20), InputMismatch)
+        first, wrong, last = submit(server, [np.array([token]) for token in (1, 9, 3)], "tokens")
+        for token, answer in ((1, first), (3, last)):
+            np.testing.assert_array_equal(output(answer), eager.table.weight.detach()[[token]])
+        assert isinstance(wrong.exception(20), InputMismatch)
         body = {"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1], "data": [9]}]}
         refused = ask(server, "/v2/models/tiny/infer", body)
         assert (refused.status, refused.error.split(":")[:2]) == (400, ["forward", " tokens"])
@@ -192,15 +169,9 @@ class Chosen(nn.Module):
 
 def test_inputs_that_are_fixed_have_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eager = Chosen().eval()
-    artifact = export(
-        eager,
-        (True, torch.zeros(2, 3)),
-        out=tmp_path / "chosen.artifact",
-        dynamic_shapes=(None, {0: Dim("batch", max=64)}),
-    )
-    model = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path)
+    model = exported(eager, (True, torch.zeros(2, 3)), tmp_path, dynamic_shapes=(None, {0: Dim("batch", max=64)}))
     with serving({"tiny": model}, max_batch=8) as server:
-        seen = sizes_of_calls(model, monkeypatch)
+        seen = sizes_of_calls(monkeypatch)
         answers = submit(server, [rows(2), rows(3)])
         assert [output(answer).shape for answer in answers] == [(2, 2), (3, 2)]
         assert ask(server, "/v2/models/tiny/infer", as_json(x=rows(1))).status == 200
@@ -211,7 +182,7 @@ def test_what_cannot_be_put_together_is_served_alone(model: Model, caplog: pytes
     with serving({"tiny": model}, max_batch=8, batch_dim="rows") as server:
         assert "tiny: not batched" in caplog.text
         assert ask(server, "/v2/models/tiny/infer", as_json(x=rows(2))).status == 200
-        with pytest.raises(Unsupported, match="must be the first dimension"):
+        with pytest.raises(Unsupported):
             ServedMethod(model, "forward").batch_limit("rows")
 
 
@@ -222,7 +193,7 @@ def test_the_graphs_own_limit_holds(model: Model) -> None:
 
 
 async def answer_all(server: Server, values: Sequence[np.ndarray[Any, Any]]) -> list[Answer]:
-    calls = [server.service.call("tiny", "", {"x": array_content(value)}) for value in values]
+    calls = calls_of(server, values)
     return await asyncio.gather(*(server.service.answer(call) for call in calls))
 
 
@@ -231,15 +202,9 @@ def test_what_one_round_of_a_loop_brings_goes_as_one_where_it_came_in(
 ) -> None:
     monkeypatch.setattr(batching, "QUICK", 60.0)
     with serving({"tiny": model}, max_batch=8) as server:
-        seen = sizes_of_calls(model, monkeypatch)
-        called, threads = ServedMethod.call, set()
-
-        def call(self: ServedMethod, *arguments: Any) -> Any:
-            threads.add(current_thread())
-            return called(self, *arguments)
-
-        monkeypatch.setattr(ServedMethod, "call", call)
-
+        seen = sizes_of_calls(monkeypatch)
+        threads = set()
+        before_calls(monkeypatch, lambda *_: threads.add(current_thread()))
         answers = asyncio.run(answer_all(server, [rows(count) for count in (1, 2, 3, 4, 1)]))
         assert [dict(answer.outputs)["output"].shape for answer in answers] == [(n, 5) for n in (1, 2, 3, 4, 1)]
         assert (seen, threads) == ([7, 4], {current_thread()})
@@ -252,7 +217,7 @@ def test_what_one_round_of_a_loop_brings_goes_as_one_where_it_came_in(
 def test_a_loop_does_other_things_between_two_batches(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching, "QUICK", 60.0)
     with serving({"tiny": model}, max_batch=8) as server:
-        seen = sizes_of_calls(model, monkeypatch)
+        seen = sizes_of_calls(monkeypatch)
 
         async def watched() -> list[int]:
             rounds, answers = [], asyncio.ensure_future(answer_all(server, [rows(8) for _ in range(5)]))
@@ -271,15 +236,14 @@ def test_calls_that_are_slow_for_their_values_keep_no_loop_busy(
     """Each is followed by a quick one, after which its size could count as quick again."""
     monkeypatch.setattr(batching, "QUICK", 0.02)
     with serving({"tiny": model}, max_batch=max_batch) as server:
-        called, threads = ServedMethod.call, []
+        threads = []
 
-        def call(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
+        def slow(method: ServedMethod, session: Any, flat: Any) -> None:
             if as_array(flat[0])[0, 0] == 9:
                 threads.append(current_thread())
                 time.sleep(0.15)
-            return called(self, session, flat, *variants)
 
-        monkeypatch.setattr(ServedMethod, "call", call)
+        before_calls(monkeypatch, slow)
         for _ in range(6):
             for value in (9, 1):
                 asyncio.run(answer_all(server, [np.full((1, 3), value, np.float32)]))

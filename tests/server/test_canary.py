@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,178 +19,143 @@ import torch
 import tritonclient.grpc
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tests.support.administered import TOKEN, administered, call, change, status
-from tests.support.served import Reply, as_json, ask, occupied
-from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
-from weightswap_runtime import DesiredStore, StageClosed, Unsupported, load
-from weightswap_runtime.errors import InputMismatch
-from weightswap_runtime.live.staged import Staged
+from tests.support.administered import Operator, operated
+from tests.support.commands import run
+from tests.support.served import INFER, X, as_json, ask, await_queued, before_calls, clients, expected, occupied
+from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
+from tests.support.watched import eventually
+from weightswap_runtime import DesiredStore, InputMismatch, Model, StageClosed, Staged, Unsupported, load
 from weightswap_runtime.tensors import array_content
-from weightswap_server import Server
+from weightswap_server import ServedMethod
 from weightswap_server.canary import CanaryAnalysis, CanaryPlan, Differences, Rule, Side, check_plan, has_nonfinite
-from weightswap_server.methods import ServedMethod
-from weightswap_tools.commands.push import canary_command
-
-X = np.arange(6, dtype=np.float32).reshape(2, 3)
-INFER = "/v2/models/tiny/infer"
-
-
-@pytest.fixture(autouse=True)
-def _token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
 
 
 @pytest.fixture
-def server(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> Iterator[Server]:
-    """A server with the weights of seed 1 that batches requests."""
-    with administered(
-        {"tiny": load(tiny.path, weight_file(1))},
-        allow=(str(tmp_path),),
-        audit_log=str(tmp_path / "audit"),
-        serving={"max_batch": 8, "max_delay": 0.002, "grpc_port": 0},
-    ) as running:
-        yield running
+def operator(model: Model, tiny: TinyArtifact, tmp_path: Path) -> Iterator[Operator]:
+    """An operator of a server that batches requests."""
+    batched = {"max_batch": 8, "max_delay": 0.002, "grpc_port": 0}
+    with operated(model, tiny, tmp_path, serving=batched) as found:
+        yield found
 
 
-def begin(server: Server, weights: Path, **fields: Any) -> str:
-    begun = change(server, "canary", source=str(weights), **fields)
+def begin(operator: Operator, source: int | Path, **fields: Any) -> str:
+    begun = operator.change("canary", source, **fields)
     assert begun.status == 200, begun.body
     return str(begun.json["status"]["canary"]["weights_id"])
 
 
-def answer(server: Server, x: np.ndarray[Any, Any] = X, routing: str | None = None) -> Reply:
-    found = ask(server, INFER, as_json(x=x), {} if routing is None else {"X-Weightswap-Canary": routing})
+def values(operator: Operator) -> dict[str, Any]:
+    return dict(operator.status["canary"]["values"])
+
+
+def answer(operator: Operator, x: np.ndarray[Any, Any] = X, routing: str | None = None) -> str:
+    """Return the id of the weights that have answered."""
+    found = ask(operator.server, INFER, as_json(x=x), {} if routing is None else {"X-Weightswap-Canary": routing})
     assert found.status == 200, found.body
-    return found
+    return str(found.json["parameters"]["weights_id"])
 
 
-def until(condition: Any) -> None:
-    limit = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+def metrics(operator: Operator) -> str:
+    return ask(operator.server, "/metrics").body.decode()
 
 
 @pytest.mark.usefixtures("_places")
-def test_each_answer_is_from_the_weights_that_it_names(
-    server: Server, weight_file: WriteWeights, delta: WriteDelta
-) -> None:
+def test_each_answer_is_from_the_weights_that_it_names(operator: Operator, delta: WriteDelta) -> None:
     """Under load, batched, while a canary starts, grows, and is promoted: never a mixture."""
-    model = server.service.served[0].model
-    seeds = {str(model.weights_id): 1}
-    ended = False
+    seeds, asked = {str(operator.model.weights_id): 1}, count()
 
-    def client(number: int) -> list[str]:
-        found, connection = [], http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20)
-        with closing(connection):
-            while not ended:
-                x = np.full((1 + number % 3, 3), len(found) % 50, np.float32)
-                connection.request("POST", INFER, json.dumps(as_json(x=x)))
-                said = json.loads(connection.getresponse().read())
-                weights_id = said["parameters"]["weights_id"]
-                data = np.asarray(said["outputs"][0]["data"], np.float32).reshape(x.shape[0], 5)
-                wanted = TinyArtifact.eager(seeds[weights_id], torch.from_numpy(x)).numpy()
-                np.testing.assert_allclose(data, wanted, rtol=1e-5, atol=1e-4)
-                found.append(weights_id)
-        return found
+    def client(number: int) -> str:
+        x = np.full((1 + number % 3, 3), next(asked) % 50, np.float32)
+        said = ask(operator.server, INFER, as_json(x=x)).json
+        data = np.asarray(said["outputs"][0]["data"], np.float32).reshape(x.shape[0], 5)
+        weights_id = str(said["parameters"]["weights_id"])
+        np.testing.assert_allclose(data, expected(seeds[weights_id], x), rtol=1e-5, atol=1e-4)
+        return weights_id
 
-    with ThreadPoolExecutor(4) as pool:
-        clients = [pool.submit(client, number) for number in range(4)]
-        try:
-            for seed, source in ((2, delta(1, 2)), (3, weight_file(3))):
-                staged = change(server, "stage", source=str(source)).json["status"]["staged"]
-                seeds[staged["weights_id"]] = seed
-                assert change(server, "canary", share=0.25, shadow=True).status == 200
-                until(lambda: status(server)["canary"]["values"]["requests"] >= 25)
-                assert change(server, "canary", share=0.75).status == 200
-                until(lambda: status(server)["canary"]["values"]["requests"] >= 25)
-                assert change(server, "commit" if seed == 2 else "discard").status == 200
-        finally:
-            ended = True
-        counts = Counter(each for found in clients for each in found.result(20))
+    with clients(client) as counts:
+        for source, seed, end in ((delta(1, 2), 2, "commit"), (operator.file(3), 3, "discard")):
+            staged = operator.change("stage", source).json["status"]["staged"]
+            seeds[staged["weights_id"]] = seed
+            for plan in ({"share": 0.25, "shadow": True}, {"share": 0.75}):
+                assert operator.change("canary", **plan).status == 200
+                assert eventually(lambda: values(operator)["requests"] >= 25)
+            assert operator.change(end).status == 200
     assert set(counts) == set(seeds)
-    assert serves(model, 2)
+    assert operator.serves(2)
 
 
-def test_the_share_is_kept_and_wishes_are_met(server: Server, weight_file: WriteWeights) -> None:
-    served = server.service.served[0].model.weights_id
-    canary = begin(server, weight_file(2), share=0.2)
-    answers = [answer(server).json["parameters"] for _ in range(40)]
-    assert Counter(each["weights_id"] for each in answers) == {served: 32, canary: 8}
-    wished = answer(server, routing="1").json
+def test_the_share_is_kept_and_wishes_are_met(operator: Operator) -> None:
+    served = operator.model.weights_id
+    canary = begin(operator, 2, share=0.2)
+    assert Counter(answer(operator) for _ in range(40)) == {served: 32, canary: 8}
+    wished = ask(operator.server, INFER, as_json(x=X), {"X-Weightswap-Canary": "1"}).json
     assert (wished["model_version"], wished["parameters"]) == ("canary", {"generation": None, "weights_id": canary})
-    assert {answer(server, routing="0").json["parameters"]["weights_id"] for _ in range(9)} == {served}
-    asked = ask(server, "/v2/models/tiny/versions/0/infer", as_json(x=X), {"X-Weightswap-Canary": "1"})
+    assert {answer(operator, routing="0") for _ in range(9)} == {served}
+    asked = ask(operator.server, "/v2/models/tiny/versions/0/infer", as_json(x=X), {"X-Weightswap-Canary": "1"})
     assert asked.json["parameters"]["weights_id"] == served
 
-    with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:
+    with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{operator.server.grpc_port}") as client:
         tensor = tritonclient.grpc.InferInput("x", [2, 3], "FP32").set_data_from_numpy(X)
         found = client.infer("tiny", [tensor], headers={"x-weightswap-canary": "1"})
         assert found.get_response().parameters["weights_id"].string_param == canary
-        np.testing.assert_array_equal(found.as_numpy("output"), TinyArtifact.eager(2, torch.from_numpy(X)).numpy())
-    metrics = ask(server, "/metrics").body.decode()
-    assert f'weightswap_server_requests_total{{model="tiny",status="200",weights_id="{canary}"}} 10.0' in metrics
+        np.testing.assert_array_equal(found.as_numpy("output"), expected(2))
+    counted = metrics(operator)
+    assert f'weightswap_server_requests_total{{model="tiny",status="200",weights_id="{canary}"}} 10.0' in counted
 
-    assert change(server, "discard").json["status"]["canary"] is None
-    assert answer(server, routing="1").json["parameters"]["weights_id"] == served
+    assert operator.change("discard").json["status"]["canary"] is None
+    assert answer(operator, routing="1") == served
 
 
-def test_a_batch_is_never_of_both(server: Server, weight_file: WriteWeights) -> None:
-    canary = begin(server, weight_file(2))
+def test_a_batch_is_never_of_both(operator: Operator) -> None:
+    canary = begin(operator, 2)
     with ThreadPoolExecutor(8) as pool:
-        with occupied(server):
-            asked = [pool.submit(answer, server, X[:1], str(number % 2)) for number in range(8)]
-            until(lambda: server.service.served[0].thread.queued == 8)
-        found = Counter(each.result(20).json["parameters"]["weights_id"] for each in asked)
+        with occupied(operator.server):
+            asked = [pool.submit(answer, operator, X[:1], str(number % 2)) for number in range(8)]
+            await_queued(operator.server, 8)
+        found = Counter(each.result(20) for each in asked)
     assert found[canary] == 4
-    metrics = ask(server, "/metrics").body.decode()
-    assert f'weightswap_server_batch_calls_bucket{{le="4.0",model="tiny",weights_id="{canary}"}} 4.0' in metrics
-    assert f'weightswap_server_batch_calls_bucket{{le="2.0",model="tiny",weights_id="{canary}"}} 0.0' in metrics
+    counted = metrics(operator)
+    assert f'weightswap_server_batch_calls_bucket{{le="4.0",model="tiny",weights_id="{canary}"}} 4.0' in counted
+    assert f'weightswap_server_batch_calls_bucket{{le="2.0",model="tiny",weights_id="{canary}"}} 0.0' in counted
 
 
 def test_a_shadow_is_compared_and_answers_nobody(
-    server: Server, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+    operator: Operator, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
-    served = server.service.served[0].model.weights_id
-    begin(server, weight_file(2), shadow=True)
-    assert {answer(server).json["parameters"]["weights_id"] for _ in range(5)} == {served}
-    until(lambda: status(server)["canary"]["values"]["compared"] + status(server)["canary"]["skipped"] >= 5)
-    values = status(server)["canary"]["values"]
-    one, other = (TinyArtifact.eager(seed, torch.from_numpy(X)).numpy().astype(np.float64) for seed in (1, 2))
-    assert values["max_abs"] == pytest.approx(np.abs(one - other).max())
-    assert values["max_rel"] == pytest.approx(np.abs(one - other).max() / np.abs(one).max())
-    assert (values["differing"], values["errors"]) == (1.0, 0.0)
-    change(server, "discard")
+    served = operator.model.weights_id
+    begin(operator, 2, shadow=True)
+    assert {answer(operator) for _ in range(5)} == {served}
+    assert eventually(lambda: values(operator)["compared"] + operator.status["canary"]["skipped"] >= 5)
+    found = values(operator)
+    one, other = (expected(seed).astype(np.float64) for seed in (1, 2))
+    assert found["max_abs"] == pytest.approx(np.abs(one - other).max())
+    assert found["max_rel"] == pytest.approx(np.abs(one - other).max() / np.abs(one).max())
+    assert (found["differing"], found["errors"]) == (1.0, 0.0)
+    operator.change("discard")
     alike = tiny.values(1) | {"steps": torch.tensor(9)}  # which no answer depends on
-    begin(server, tiny.write(tmp_path / "alike.safetensors", alike), shadow=True)
-    answer(server)
-    until(lambda: status(server)["canary"]["values"]["compared"] == 1)
-    values = status(server)["canary"]["values"]
-    assert (values["differing"], values["max_abs"]) == (0.0, 0.0)
+    begin(operator, tiny.write(tmp_path / "alike.safetensors", alike), shadow=True)
+    answer(operator)
+    assert eventually(lambda: values(operator)["compared"] == 1)
+    found = values(operator)
+    assert (found["differing"], found["max_abs"]) == (0.0, 0.0)
 
 
-def test_a_shadow_that_is_slow_keeps_nobody_waiting(
-    server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called, method_call = [], ServedMethod.call
+def before_calls_of_canaries(monkeypatch: pytest.MonkeyPatch, do: Callable[[], object]) -> None:
+    before_calls(monkeypatch, lambda _, session, __: do() if isinstance(session, Staged) else None)
 
-    def slow(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
-        if isinstance(session, Staged):
-            called.append(1)
-            time.sleep(0.3)
-        return method_call(self, session, flat, *variants)
 
-    monkeypatch.setattr(ServedMethod, "call", slow)
-    begin(server, weight_file(2), shadow=True)
+def test_a_shadow_that_is_slow_keeps_nobody_waiting(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    before_calls_of_canaries(monkeypatch, lambda: (called.append(1), time.sleep(0.3)))
+    begin(operator, 2, shadow=True)
     began = time.monotonic()
     for _ in range(20):
-        answer(server)
+        answer(operator)
     assert time.monotonic() - began < 2
-    assert status(server)["canary"]["skipped"] >= 10  # not kept for later without an end
+    assert operator.status["canary"]["skipped"] >= 10  # not kept for later without an end
     assert len(called) < 10
-    change(server, "discard")
+    operator.change("discard")
 
 
 @pytest.mark.parametrize(
@@ -199,109 +164,81 @@ def test_a_shadow_that_is_slow_keeps_nobody_waiting(
     ids=["any", "of values"],
 )
 def test_a_canary_that_fails_is_nobodys_error_and_is_aborted(
-    error: Exception, server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: Exception, operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method_call = ServedMethod.call
-
-    def broken(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
-        if isinstance(session, Staged):
-            raise error
-        return method_call(self, session, flat, *variants)
-
-    monkeypatch.setattr(ServedMethod, "call", broken)
-    served = server.service.served[0].model.weights_id
-    canary = begin(server, weight_file(2), share=0.5)
-    assert {answer(server).json["parameters"]["weights_id"] for _ in range(6)} == {served}
-    until(lambda: status(server)["canary"] is None)
-    assert status(server)["staged"] is None
-    refusals = call(server, "/admin/models/tiny/history").json["refusals"]
-    assert refusals[0]["event"] == "canary aborted"
-    assert "errors 100 %" in refusals[0]["error"]
-    assert (
-        f'weightswap_server_canary_errors_total{{model="tiny",weights_id="{canary}"}}'
-        in ask(server, "/metrics").body.decode()
-    )
-    lines = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
-    assert [(each["call"], each["outcome"]) for each in lines[-2:]] == [
-        ("abort by rule", "begun"),
-        ("abort by rule", "done"),
-    ]
+    before_calls_of_canaries(monkeypatch, Mock(side_effect=error))
+    served = operator.model.weights_id
+    canary = begin(operator, 2, share=0.5)
+    assert {answer(operator) for _ in range(6)} == {served}
+    assert eventually(lambda: operator.status["canary"] is None)
+    assert operator.status["staged"] is None
+    refusal = operator.history["refusals"][0]
+    assert (refusal["event"], "errors 100 %" in refusal["error"]) == ("canary aborted", True)
+    assert f'weightswap_server_canary_errors_total{{model="tiny",weights_id="{canary}"}}' in metrics(operator)
+    ended = [(each["call"], each["outcome"]) for each in operator.audited()]
+    assert ended[-2:] == [("abort by rule", "begun"), ("abort by rule", "done")]
 
 
-def test_a_canary_with_nan_is_aborted(server: Server, tiny: TinyArtifact, tmp_path: Path) -> None:
+def test_a_canary_with_nan_is_aborted(operator: Operator, tiny: TinyArtifact, tmp_path: Path) -> None:
     nan = tiny.write(tmp_path / "nan.safetensors", tiny.values(2) | {"bias": torch.full((5,), torch.nan)})
-    assert change(server, "canary", source=str(nan), shadow=True).status == 422
-    begin(server, nan, shadow=True, allow_nonfinite=True)
-    answer(server)
-    until(lambda: status(server)["canary"] is None)
-    assert serves(server.service.served[0].model, 1)
+    assert operator.change("canary", nan, shadow=True).status == 422
+    begin(operator, nan, shadow=True, allow_nonfinite=True)
+    answer(operator)
+    assert eventually(lambda: operator.status["canary"] is None)
+    assert operator.serves(1)
 
 
-def test_what_the_requests_break_is_not_the_canarys_fault(
-    server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_requests_break_is_not_the_canarys_fault(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServedMethod, "call", lambda *_: 1 / 0)
-    begin(server, weight_file(2), share=0.5)
-    assert [ask(server, INFER, as_json(x=X)).status for _ in range(10)] == [500] * 10
-    values = status(server)["canary"]["values"]
-    assert (values["errors"], values["served_errors"]) == (1.0, 1.0)
+    begin(operator, 2, share=0.5)
+    assert [ask(operator.server, INFER, as_json(x=X)).status for _ in range(10)] == [500] * 10
+    found = values(operator)
+    assert (found["errors"], found["served_errors"]) == (1.0, 1.0)
     time.sleep(0.6)
-    assert status(server)["canary"] is not None
+    assert operator.status["canary"] is not None
 
 
-def test_a_rule_promotes_and_has_it_desired(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:
-    (tmp_path / "service").mkdir()
-    desired_store = DesiredStore(tmp_path / "service")
-    desired_store.set(weight_file(1), revision=0)
-    assert change(server, "follow", desired_store=desired_store.where, interval=0.05).status == 200
-    canary = begin(
-        server,
-        weight_file(2),
-        share=0.5,
-        promote_if="requests >= 5 and errors < 0.001 and p99_ratio < 1e6 for 0.6 s",
-        why="better tags",
-    )
+def test_a_rule_promotes_and_has_it_desired(operator: Operator, desired_store: DesiredStore) -> None:
+    operator.follow(desired_store, 0.05)
+    rule = "requests >= 5 and errors < 0.001 and p99_ratio < 1e6 for 0.6 s"
+    canary = begin(operator, 2, share=0.5, promote_if=rule, why="better tags")
     for _ in range(20):
-        answer(server)
-    until(lambda: status(server)["canary"] is None)
-    model = server.service.served[0].model
-    assert (model.weights_id, serves(model, 2)) == (canary, True)
+        answer(operator)
+    assert eventually(lambda: operator.status["canary"] is None)
+    assert (operator.model.weights_id, operator.serves(2)) == (canary, True)
     state = desired_store.read()
     assert state.weights is not None
     assert (state.weights.weights_id, state.weights.by) == (canary, "token")
     assert state.weights.why.startswith("better tags (canary: requests >= 5")
-    assert status(server)["served"]["why"] == state.weights.why
+    assert operator.status["served"]["why"] == state.weights.why
 
 
-def test_the_reason_of_a_canary_of_what_is_staged_is_kept(server: Server, weight_file: WriteWeights) -> None:
-    change(server, "stage", source=str(weight_file(2)), why="staged")
-    change(server, "canary", share=0.5)
-    assert status(server)["staged"]["why"] == "staged"
-    change(server, "canary", share=0.5, promote_if="requests >= 0", why="let it decide")
-    until(lambda: status(server)["canary"] is None)
-    assert status(server)["served"]["why"] == "let it decide (canary: requests >= 0)"
+def test_the_reason_of_a_canary_of_what_is_staged_is_kept(operator: Operator) -> None:
+    operator.change("stage", 2, why="staged")
+    operator.change("canary", share=0.5)
+    assert operator.status["staged"]["why"] == "staged"
+    operator.change("canary", share=0.5, promote_if="requests >= 0", why="let it decide")
+    assert eventually(lambda: operator.status["canary"] is None)
+    assert operator.status["served"]["why"] == "let it decide (canary: requests >= 0)"
 
 
-def test_a_verdict_is_about_the_canary_that_it_was_told_of(server: Server, weight_file: WriteWeights) -> None:
+def test_a_verdict_is_about_the_canary_that_it_was_told_of(operator: Operator) -> None:
     """If an operator replaces the canary before a verdict is obeyed, the new one is promoted by its own rule alone."""
-    assert server.admin is not None
-    operations, rule = server.admin.models["tiny"], "requests >= 5"
-    begin(server, weight_file(2), share=1, promote_if="requests >= 1000")
-    with pytest.raises(StageClosed, match="has ended"):
+    assert operator.server.admin is not None
+    operations, rule = operator.server.admin.models["tiny"], "requests >= 5"
+    begin(operator, 2, share=1, promote_if="requests >= 1000")
+    with pytest.raises(StageClosed):
         operations.act_on("promote", rule)
-    assert status(server)["canary"]["promote_if"] == "requests >= 1000"
-    assert serves(operations.model, 1)
+    assert operator.status["canary"]["promote_if"] == "requests >= 1000"
+    assert operator.serves(1)
 
 
-def test_a_canary_gives_way_to_what_others_desire(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:
-    (tmp_path / "service").mkdir()
-    desired_store = DesiredStore(tmp_path / "service")
-    desired_store.set(weight_file(1), revision=0)
-    change(server, "follow", desired_store=desired_store.where, interval=0.05)
-    begin(server, weight_file(2), share=0.5, promote_if="requests >= 1000")
-    desired_store.set(weight_file(3), revision=1, by="bo")
-    until(lambda: serves(server.service.served[0].model, 3))
-    assert status(server)["canary"] is None
+def test_a_canary_gives_way_to_what_others_desire(operator: Operator, desired_store: DesiredStore) -> None:
+    operator.follow(desired_store, 0.05)
+    begin(operator, 2, share=0.5, promote_if="requests >= 1000")
+    desired_store.set(operator.file(3), revision=1, by="bo")
+    assert eventually(lambda: operator.serves(3))
+    assert operator.status["canary"] is None
 
 
 @pytest.mark.parametrize(
@@ -318,62 +255,57 @@ def test_a_canary_gives_way_to_what_others_desire(server: Server, weight_file: W
     ],
 )
 @pytest.mark.sampled(3)
-def test_canaries_that_cannot_be_meant(server: Server, fields: Any, code: int) -> None:
-    refused = change(server, "canary", **fields)
+def test_canaries_that_cannot_be_meant(operator: Operator, fields: Any, code: int) -> None:
+    refused = operator.change("canary", **fields)
     assert (refused.status, bool(refused.json["error"])) == (code, True)
 
 
-def test_what_is_served_is_no_canary_of_itself(server: Server, weight_file: WriteWeights) -> None:
-    refused = change(server, "canary", source=str(weight_file(1)), share=0.1, shadow=True)
+def test_what_is_served_is_no_canary_of_itself(operator: Operator) -> None:
+    refused = operator.change("canary", 1, share=0.1, shadow=True)
     assert (refused.status, "a canary needs others" in refused.json["error"]) == (400, True)
-    assert status(server)["staged"] is None
-    assert change(server, "stage", source=str(weight_file(1))).status == 200
-    assert change(server, "canary", share=0.1).status == 400
-    assert (status(server)["canary"], change(server, "discard").status) == (None, 200)
+    assert operator.status["staged"] is None
+    assert operator.change("stage", 1).status == 200
+    assert operator.change("canary", share=0.1).status == 400
+    assert (operator.status["canary"], operator.change("discard").status) == (None, 200)
 
 
-def test_where_what_is_staged_cannot_be_called(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
-    single = load(tiny.path, weight_file(1), residency="single")
-    with administered({"tiny": single}, allow=(str(tmp_path),)) as server:
-        refused = change(server, "canary", source=str(weight_file(2)), share=0.1)
-        assert (refused.status, "double" in refused.json["error"]) == (400, True)
-        assert status(server)["staged"] is None
-    with administered({"tiny": load(tiny.path)}, warm=False, allow=(str(tmp_path),)) as server:
-        refused = change(server, "canary", source=str(weight_file(2)), share=0.1)
-        assert (refused.status, "serves nothing" in refused.json["error"]) == (400, True)
+@pytest.mark.parametrize(
+    ("weights", "says", "options"), [(1, "double", {"residency": "single"}), (None, "serves nothing", {})]
+)
+def test_where_what_is_staged_cannot_be_called(
+    weights: int | None, says: str, options: Any, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    model = load(tiny.path, weight_file(weights) if weights else None, **options)
+    with operated(model, tiny, tmp_path, warm=False) as operator:
+        refused = operator.change("canary", 2, share=0.1)
+        assert (refused.status, says in refused.json["error"]) == (400, True)
+        assert operator.status["staged"] is None
 
 
 def test_a_share_in_per_cent_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
-    result = CliRunner().invoke(canary_command, ["http://127.0.0.1:9", "--share", "20", str(tmp_path / "missing")])
-    assert result.exit_code == 2
-    assert "--share" in result.stderr
+    assert "--share" in run("canary", "http://127.0.0.1:9", "--share", 20, tmp_path / "missing", status=2).stderr
 
 
-def test_the_command(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:
-    assert server.admin is not None
-    url = server.admin.where
+def test_the_command(operator: Operator) -> None:
+    def canary(*arguments: object, status: int = 0) -> Any:
+        return run("canary", operator.where, *arguments, status=status)
 
-    def run(*arguments: str) -> Any:
-        return CliRunner().invoke(canary_command, [url, *arguments])
-
-    shown = run(str(weight_file(2)), "--point", "--share", "0.5", "--shadow")
-    assert shown.exit_code == 0, shown.stderr
+    shown = canary(operator.file(2), "--point", "--share", "0.5", "--shadow")
     assert ", 50 % and shadow\n" in shown.stdout
-    answer(server)
-    answer(server)  # by the canary
-    table = re.sub(" +", " ", run().stdout)
+    answer(operator)
+    answer(operator)  # by the canary
+    table = re.sub(" +", " ", canary().stdout)
     assert re.search(r"errors │? ?0 %", table), table
     assert re.search(r"p50 │? ?[\d.]+ (ms|µs)", table), table
-    assert run("--promote-if", "requests >= 0").exit_code == 2  # of no canary
-    assert run("--wait", "--abort").exit_code == 2
-    aborted = run(str(weight_file(2)), "--point", "--share", "0.5", "--abort-if", "requests >= 0", "--wait")
-    assert (aborted.exit_code, "not promoted: requests >= 0: requests 0" in aborted.stderr) == (1, True)
-    done = run(str(weight_file(2)), "--point", "--promote-if", "requests >= 0", "--wait", "--json")
-    assert done.exit_code == 0, done.stderr
+    canary("--promote-if", "requests >= 0", status=2)  # of no canary
+    canary("--wait", "--abort", status=2)
+    ends = ("--share", "0.5", "--abort-if", "requests >= 0", "--wait")
+    assert "not promoted: requests >= 0: requests 0" in canary(operator.file(2), "--point", *ends, status=1).stderr
+    done = canary(operator.file(2), "--point", "--promote-if", "requests >= 0", "--wait", "--json")
     assert json.loads(done.stdout)["served"]["generation"] == 1
-    run(str(weight_file(3)), "--point")
-    assert "why         it is better\n" in run("--promote", "--why", "it is better").stdout
-    assert serves(server.service.served[0].model, 3)
+    canary(operator.file(3), "--point")
+    assert "why         it is better\n" in canary("--promote", "--why", "it is better").stdout
+    assert operator.serves(3)
 
 
 times = st.lists(st.tuples(st.floats(0, 5, allow_nan=False), st.sampled_from([0.0, 0.5, None])), max_size=30)

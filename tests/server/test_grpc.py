@@ -17,42 +17,27 @@ from torch import nn
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import triton_to_np_dtype
 
-from tests.support.served import await_ready, occupied, serving
+from tests.support.exported import exported
+from tests.support.served import X, await_queued, await_ready, expected, occupied, serving, serving_tiny
 from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_exporter import export, pack
-from weightswap_runtime import load
+from tests.support.watched import eventually
+from weightswap_runtime import Model, load
 from weightswap_server import Server
 from weightswap_server.grpc.messages import MESSAGES, message_class
 
-X = np.arange(6, dtype=np.float32).reshape(2, 3)
 DTYPES = {
-    "FP32": torch.float32,
-    "FP64": torch.float64,
-    "FP16": torch.float16,
+    **{f"FP{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{f"INT{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
     "BF16": torch.bfloat16,
-    "INT8": torch.int8,
-    "INT16": torch.int16,
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-    "UINT8": torch.uint8,
-    "UINT16": torch.uint16,
-    "UINT32": torch.uint32,
-    "UINT64": torch.uint64,
     "BOOL": torch.bool,
 }
 
 
-def expected(seed: int) -> np.ndarray[Any, Any]:
-    return TinyArtifact.eager(seed, torch.from_numpy(X)).numpy()
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("served")
-    tiny = TinyArtifact(folder / "tiny.artifact")
-    weights = tiny.write(folder / "v1.safetensors", tiny.values(1))
-    model = load(tiny.path, weights)
-    with serving({"tiny": model}, grpc_port=0, max_body=10_000, max_queue=1, timeout=0.5) as running:
+    limits: Any = {"max_body": 10_000, "max_queue": 1, "timeout": 0.5}
+    with serving_tiny(tmp_path_factory.mktemp("served"), grpc_port=0, **limits) as running:
         yield running
 
 
@@ -115,28 +100,28 @@ def test_ready_after_the_first_weights(tiny: TinyArtifact, weight_file: WriteWei
         np.testing.assert_array_equal(client.infer("tiny", [given()]).as_numpy("output"), expected(2))
 
 
+CLASSES = [triton.InferRequestedOutput("output", class_count=2)]
+
+
 @pytest.mark.parametrize(
-    ("name", "inputs", "says"),
+    ("name", "inputs", "outputs", "says"),
     [
-        ("none", [given()], "NOT_FOUND.*no model is named none; there are: tiny"),
-        ("tiny", [], "INVALID_ARGUMENT.*x: missing"),
-        ("tiny", [given(), given()], "INVALID_ARGUMENT.*x: given more than once"),
-        ("tiny", [given(name="y")], "INVALID_ARGUMENT.*no such input"),
-        ("tiny", [given(X.astype(np.float64), datatype="FP64")], "INVALID_ARGUMENT.*expected dtype F32, got F64"),
-        ("tiny", [given(X.reshape(3, 2))], "INVALID_ARGUMENT.*dimension 1 expected 3, got 2"),
-        ("tiny", [given(np.array([b"a"], object), datatype="BYTES")], "INVALID_ARGUMENT.*accepts strings"),
-        ("tiny", [given(np.zeros((2000, 3), np.float32))], "RESOURCE_EXHAUSTED"),
+        ("none", [given()], None, "NOT_FOUND.*no model is named none; there are: tiny"),
+        ("tiny", [], None, "INVALID_ARGUMENT.*x: missing"),
+        ("tiny", [given(), given()], None, "INVALID_ARGUMENT.*x: given more than once"),
+        ("tiny", [given(name="y")], None, "INVALID_ARGUMENT.*no such input"),
+        ("tiny", [given(X.astype(np.float64), datatype="FP64")], None, "INVALID_ARGUMENT.*expected dtype F32, got F64"),
+        ("tiny", [given(X.reshape(3, 2))], None, "INVALID_ARGUMENT.*dimension 1 expected 3, got 2"),
+        ("tiny", [given(np.array([b"a"], object), datatype="BYTES")], None, "INVALID_ARGUMENT.*accepts strings"),
+        ("tiny", [given(np.zeros((2000, 3), np.float32))], None, "RESOURCE_EXHAUSTED"),
+        ("tiny", [given()], CLASSES, "INVALID_ARGUMENT.*classification.*not supported"),
+        ("ä" * 4_000, [given()], None, "NOT_FOUND.*no model is named"),  # an error fits into a status
     ],
 )
-def test_a_broken_request_is_refused(client: Any, name: str, inputs: Any, says: str) -> None:
+def test_a_broken_request_is_refused(client: Any, name: str, inputs: Any, outputs: Any, says: str) -> None:
     with pytest.raises(triton.InferenceServerException, match=says):
-        client.infer(name, inputs)
+        client.infer(name, inputs, outputs=outputs, client_timeout=20)
     np.testing.assert_array_equal(client.infer("tiny", [given()]).as_numpy("output"), expected(1))
-
-
-def test_classification_is_refused(client: Any) -> None:
-    with pytest.raises(triton.InferenceServerException, match=r"INVALID_ARGUMENT.*classification.*not supported"):
-        client.infer("tiny", [given()], outputs=[triton.InferRequestedOutput("output", class_count=2)])
 
 
 def raw(server: Server, **changes: Any) -> Any:
@@ -204,11 +189,9 @@ def field(number: int, content: bytes) -> bytes:
         (field(3, b"a" * (3 << 20)), "beside raw_input_contents"),  # an id
     ],
 )
-def test_a_message_that_would_take_far_more_memory_than_its_bytes(
-    tiny: TinyArtifact, weight_file: WriteWeights, message: bytes, says: str
-) -> None:
+def test_a_message_that_would_take_far_more_memory_than_its_bytes(model: Model, message: bytes, says: str) -> None:
     with (
-        serving({"tiny": load(tiny.path, weight_file(1))}, grpc_port=0) as running,
+        serving({"tiny": model}, grpc_port=0) as running,
         grpc.insecure_channel(f"127.0.0.1:{running.grpc_port}") as channel,
     ):
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
@@ -234,12 +217,10 @@ def test_a_queue_that_is_full_and_an_answer_that_takes_too_long(server: Server, 
     with occupied(server):
         told: list[Any] = []
         client.async_infer("tiny", [given()], lambda result, error: told.append(error))
-        while not server.service.served[0].thread.queued:
-            pass
+        await_queued(server, 1)
         with pytest.raises(triton.InferenceServerException, match=r"UNAVAILABLE.*waiting for this model"):
             client.infer("tiny", [given()])
-        while not told:
-            pass
+        assert eventually(lambda: bool(told))
         assert "DEADLINE_EXCEEDED" in str(told[0])
 
 
@@ -265,9 +246,7 @@ def sample(dtype: torch.dtype) -> torch.Tensor:
 def all_dtypes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("dtypes")
     tensors = {name.lower(): sample(dtype) for name, dtype in DTYPES.items()}
-    eager = Flip().eval()
-    artifact = export(eager, (tensors,), out=folder / "flip.artifact")
-    model = load(artifact, pack(eager, artifact, out=folder / "v.safetensors").path)
+    model = exported(Flip().eval(), (tensors,), folder)
     with serving({"flip": model}, grpc_port=0) as running:
         yield running
 
@@ -299,10 +278,8 @@ def test_all_dtypes(all_dtypes: Server, how: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["ServerLive", "ModelStreamInfer"])
-def test_calls_that_bring_no_request_are_broken_off_and_stop_nobody(
-    tiny: TinyArtifact, weight_file: WriteWeights, method: str
-) -> None:
-    model, ended = load(tiny.path, weight_file(1)), Event()
+def test_calls_that_bring_no_request_are_broken_off_and_stop_nobody(model: Model, method: str) -> None:
+    ended = Event()
     limits: Any = {"body_timeout": 0.5, "stream_timeout": 0.5}
 
     def never() -> Iterator[Any]:
@@ -327,9 +304,3 @@ def test_who_sends_no_message_is_told(server: Server) -> None:
         with pytest.raises(grpc.RpcError) as refused:
             call(iter(()), timeout=20)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
-
-
-def test_an_error_fits_into_a_status_whatever_was_asked_for(client: triton.InferenceServerClient) -> None:
-    with pytest.raises(triton.InferenceServerException, match="no model is named") as refused:
-        client.infer("ä" * 4_000, [given()], client_timeout=20)
-    assert "NOT_FOUND" in str(refused.value.status())

@@ -17,36 +17,48 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import tritonclient.http as triton
 
-from tests.support.served import as_json, ask, await_ready, occupied, serving
+from tests.support.served import (
+    INFER,
+    X,
+    answer_of,
+    as_json,
+    ask,
+    await_queued,
+    await_ready,
+    before_calls,
+    connect,
+    connections,
+    expected,
+    occupied,
+    rest_of,
+    serving,
+    serving_tiny,
+)
 from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_runtime import load
+from tests.support.watched import eventually
+from weightswap_runtime import Model, load
 from weightswap_server import Server
 from weightswap_server import protocol as tensors_on_the_wire
 from weightswap_server.http import app as infer
 from weightswap_server.http import bodies
-from weightswap_server.methods import ServedMethod
 
-X = np.arange(6, dtype=np.float32).reshape(2, 3)
-INFER = "/v2/models/tiny/infer"
-
-
-def expected(seed: int, x: np.ndarray[Any, Any] = X) -> np.ndarray[Any, Any]:
-    return TinyArtifact.eager(seed, torch.from_numpy(x)).numpy()
+BODY = json.dumps(as_json(x=X)).encode()
+LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+CALL = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\n"
+NOWHERE = b"POST /nowhere HTTP/1.1\r\nHost: x\r\n"
+OFFER = b"Upgrade: foo\r\nConnection: Upgrade\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+CHUNKS = b"5\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (BODY[:5], len(BODY) - 5, BODY[5:])
+HEAD = b"Inference-Header-Content-Length: "
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with the weights of seed 1, which no test changes."""
-    folder = tmp_path_factory.mktemp("served")
-    tiny = TinyArtifact(folder / "tiny.artifact")
-    weights = tiny.write(folder / "v1.safetensors", tiny.values(1))
     limits: Any = {"max_body": 10_000, "body_timeout": 0.3, "timeout": 5, "max_queue": 2, "max_connections": 20}
-    with serving({"tiny": load(tiny.path, weights)}, **limits) as running:
+    with serving_tiny(tmp_path_factory.mktemp("served"), **limits) as running:
         yield running
-        assert running.service.served[0].model.generation == 0
 
 
 @pytest.fixture
@@ -78,12 +90,8 @@ def test_the_protocols_own_client_infers(client: Any, binary_in: bool, binary_ou
     assert found.get_response()["id"] == "7"
 
 
-def test_each_answer_carries_its_weights(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(1))
-    with (
-        serving({"tiny": model}) as running,
-        triton.InferenceServerClient(f"127.0.0.1:{running.http_port}") as client,
-    ):
+def test_each_answer_carries_its_weights(model: Model, weight_file: WriteWeights) -> None:
+    with serving({"tiny": model}) as running, triton.InferenceServerClient(f"127.0.0.1:{running.http_port}") as client:
         for seed in (1, 2):
             if seed == 2:
                 model.swap(weight_file(2))
@@ -173,6 +181,13 @@ BROKEN: list[tuple[Any, str]] = [
         "output: classification (class_count) is not supported",
     ),
     ({**tensor(), "outputs": [{"name": "z"}]}, "no output is named z; there are: output"),
+    (tensor(data=[0] * 2_000), "has 6 elements, but the data 2000"),
+    # names, dtypes and shapes are compared before numbers are read
+    (tensor(data=["no number"] * 6, name="y"), "no such input"),
+    (tensor(data=["no number"] * 6, datatype="FP64"), "expected dtype F32"),
+    (tensor(data=["no number"] * 6, shape=[3, 2]), "dimension 1 expected 3"),
+    (tensor(data=["no number"] * 6, shape=[9, 3]), "batch in 0..8"),
+    (tensor(data=["no number"] * 6), "Expected `float`"),
 ]
 
 
@@ -183,14 +198,6 @@ def test_null_is_as_absent(server: Server) -> None:
     for outputs in (None, [{"name": "output", "parameters": None}]):
         found = ask(server, INFER, {**nothing, "inputs": inputs, "outputs": outputs}, method="POST")
         assert (found.status, "id" in found.json) == (200, False)
-
-
-@pytest.mark.parametrize(("body", "says"), BROKEN, ids=[says for _, says in BROKEN])
-def test_a_broken_request_is_refused(server: Server, body: Any, says: str) -> None:
-    found = ask(server, INFER, body if body != b"" else b"", method="POST")
-    assert found.status == 400
-    assert says in found.error
-    assert ask(server, INFER, as_json(x=X)).json["outputs"][0]["data"] == expected(1).reshape(-1).tolist()
 
 
 def binary(
@@ -221,11 +228,15 @@ BROKEN_BINARY: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("request_", "says"), BROKEN_BINARY, ids=[says for _, says in BROKEN_BINARY])
-def test_broken_bytes_are_refused(server: Server, request_: Any, says: str) -> None:
-    found = ask(server, INFER, *request_)
+@pytest.mark.parametrize(
+    ("sent", "says"), [*BROKEN, *BROKEN_BINARY], ids=lambda value: value if type(value) is str else ""
+)
+def test_a_broken_request_is_refused(server: Server, sent: Any, says: str) -> None:
+    body, headers = sent if isinstance(sent, tuple) else (sent, None)
+    found = ask(server, INFER, body, headers, "POST")
     assert found.status == 400
     assert says in found.error
+    assert answer_of(server) == expected(1).reshape(-1).tolist()
 
 
 def test_the_root_says_what_this_is_and_where_to_go_on(server: Server) -> None:
@@ -236,15 +247,13 @@ def test_the_root_says_what_this_is_and_where_to_go_on(server: Server) -> None:
         assert status == (405 if path.endswith("infer") else 200)
 
 
-@pytest.mark.parametrize("path", ["/v2/models/none", "/v2/models/none/ready", "/v2/models/tiny/versions/9"])
-def test_what_is_not_served_is_not_found(server: Server, path: str) -> None:
-    assert ask(server, path).status == 404
-    assert "tiny" in ask(server, path).error
+UNKNOWN = ("/v2/models/none", "/v2/models/none/ready", "/v2/models/tiny/versions/9")
 
 
 @pytest.mark.parametrize(
     ("path", "method", "status"),
     [
+        *((path, "GET", 404) for path in UNKNOWN),
         ("/v2/models/none/infer", "POST", 404),
         ("/v2/models/tiny/versions/9/infer", "POST", 404),
         ("/v2/", "GET", 404),
@@ -259,6 +268,7 @@ def test_every_error_has_the_protocols_form(server: Server, path: str, method: s
     found = ask(server, path, method=method)
     assert found.status == status
     assert found.error
+    assert path not in UNKNOWN or "tiny" in found.error  # which there is
 
 
 def test_an_answer_that_json_cannot_say(server: Server) -> None:
@@ -288,82 +298,51 @@ def test_packed_bodies(server: Server, encoding: str, pack: Any) -> None:
     assert ask(server, INFER, pack(body), {"Content-Encoding": "br"}).status == 400
 
 
-def test_headers_that_come_twice_are_not_chosen_from(server: Server) -> None:
-    body = json.dumps(tensor()).encode()
-    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n%s\r\n"
-    length = b"Inference-Header-Content-Length: "
-    for said, status in (
-        (length + b"3\r\n" + length + b"%d\r\n" % len(body), b"400"),
-        (length + b"%d \r\n" % len(body), b"200"),
-        (b"Content-Encoding: gzip\r\nContent-Encoding: identity\r\n", b"400"),
-    ):
-        with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
-            raw.sendall(head % (len(body), said) + body)
-            assert raw.recv(12) == b"HTTP/1.1 " + status
-
-
-def test_a_body_that_is_too_large(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (CALL + CHUNKED + b"\r\n" + 11 * (b"400\r\n" + bytes(1024) + b"\r\n"), b"413"),
+        (CALL + b"Content-Length: 500\r\n\r\n{", b"408"),
+    ],
+    ids=["too large", "never ends"],
+)
+def test_a_body_that_does_not_come_to_its_end(server: Server, sent: bytes, status: bytes) -> None:
     assert ask(server, INFER, bytes(10_001)).status == 413
-    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
-        raw.sendall(b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
-        for _ in range(11):
-            raw.sendall(b"400\r\n" + bytes(1024) + b"\r\n")
-        assert raw.recv(12) == b"HTTP/1.1 413"
+    with connect(server) as raw:
+        raw.sendall(sent)
+        assert raw.recv(12) == b"HTTP/1.1 " + status
 
 
-def test_a_body_that_never_ends(server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
-        raw.sendall(b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
-        assert raw.recv(12) == b"HTTP/1.1 408"
+@pytest.mark.parametrize("call", [CALL, NOWHERE])
+def test_a_body_that_comes_for_ever_after_its_answer(call: bytes, server: Server) -> None:
+    with connect(server) as raw:
+        raw.sendall(call + b"Content-Length: 5000\r\n\r\n{")
+        assert raw.recv(10) == b"HTTP/1.1 4"
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            drip(raw)
 
 
-def drip(raw: socket.socket, seconds: float) -> None:
-    limit = time.monotonic() + seconds
-    while time.monotonic() < limit:
+def drip(raw: socket.socket) -> None:
+    for _ in range(200):
         raw.sendall(b" ")
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("path", [b"/v2/models/tiny/infer", b"/nowhere"])
-def test_a_body_that_comes_for_ever_after_its_answer(path: bytes, server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
-        raw.sendall(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n{")
-        assert raw.recv(10) == b"HTTP/1.1 4"
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            drip(raw, seconds=10)
-
-
-def was_broken_off(raw: socket.socket) -> bool:
-    try:
-        return raw.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
 def test_headers_that_never_end(server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+    with connect(server) as raw:
         raw.sendall(b"GET /v2 HTTP/1.1\r\nHo")
-        assert was_broken_off(raw)
-    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
-        for _ in range(2):
-            raw.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert rest_of(raw) == b""
+    with connect(server) as raw:
+        for pause in (0.0, 0.0, 0.5):  # between requests another, longer limit holds
+            time.sleep(pause)
+            raw.sendall(LIVE)
             assert raw.recv(4096).startswith(b"HTTP/1.1 200")
-        time.sleep(0.5)  # between requests another, longer limit holds
-        raw.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert raw.recv(4096).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize(
-    "begins",
-    [
-        b"GET /",
-        b"GET /v2 HTTP/1.1\r\nname: ",
-        b"POST /v2/models/tiny/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nname: ",
-    ],
-)
+@pytest.mark.parametrize("begins", [b"GET /", b"GET /v2 HTTP/1.1\r\nname: ", CALL + CHUNKED + b"\r\n0\r\nname: "])
 def test_headers_of_any_length(begins: bytes, server: Server) -> None:
     """The headers of one request used to take all memory."""
-    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+    with connect(server) as raw:
         raw.sendall(begins)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             raw.sendall(b"a" * 20_000_000)
@@ -371,37 +350,26 @@ def test_headers_of_any_length(begins: bytes, server: Server) -> None:
 
 def test_headers_that_are_too_long(server: Server) -> None:
     for count, status in ((60_000, b"200"), (600_000, b"431")):
-        with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+        with connect(server) as raw:
             raw.sendall(b"GET /v2 HTTP/1.1\r\nname: " + b"a" * count)
             if status == b"200":
                 raw.sendall(b"\r\n\r\n")
             assert raw.recv(12) == b"HTTP/1.1 " + status
 
 
-BODY = json.dumps(as_json(x=X)).encode()
-LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
-CALL = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\n"
-OFFER = b"Upgrade: foo\r\nConnection: Upgrade\r\n"
-CHUNKED = b"Transfer-Encoding: chunked\r\n"
-CHUNKS = b"5\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (BODY[:5], len(BODY) - 5, BODY[5:])
-
-
 def sized(body: bytes) -> bytes:
     return b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-def answers(port: int, pieces: Iterable[bytes]) -> list[int]:
+def answers(server: Server, pieces: Iterable[bytes]) -> list[int]:
     """Send pieces of requests and a last request, and return the status of each answer until the connection ends."""
     last = LIVE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-    received = b""
-    with socket.create_connection(("127.0.0.1", port), 10) as raw, suppress(ConnectionError):
+    with connect(server) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with suppress(ConnectionError):
             for piece in (*pieces, last):
                 raw.sendall(piece)
-        while data := raw.recv(65536):
-            received += data
-    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
+        return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", rest_of(raw))]
 
 
 FRAMED: dict[str, tuple[bytes, list[int]]] = {
@@ -421,9 +389,12 @@ FRAMED: dict[str, tuple[bytes, list[int]]] = {
     "a trailer": (CALL + CHUNKED + b"\r\n" + CHUNKS[:-2] + OFFER + b"\r\n", [200]),
     "a header as a trailer": (CALL + CHUNKED + b"\r\n" + CHUNKS[:-2] + b"Content-Encoding: gzip\r\n\r\n", [200]),
     "an extension of a chunk": (CALL + CHUNKED + b"\r\n" + CHUNKS.replace(b"5\r\n", b"5;a=b\r\n", 1), [200]),
-    "an answer before the body": (b"POST /nowhere HTTP/1.1\r\nHost: x\r\n" + sized(LIVE), [404]),
+    "an answer before the body": (NOWHERE + sized(LIVE), [404]),
     "an absolute target": (LIVE.replace(b" /", b" http://x/", 1), [200]),
     "many at once": (LIVE * 60, [200] * 60),
+    "two lengths of the JSON": (CALL + HEAD + b"3\r\n" + HEAD + b"%d\r\n" % len(BODY) + sized(BODY), [400]),
+    "one with a space": (CALL + HEAD + b"%d \r\n" % len(BODY) + sized(BODY), [200]),
+    "two encodings": (CALL + b"Content-Encoding: gzip\r\nContent-Encoding: identity\r\n" + sized(BODY), [400]),
 }
 ENDED: dict[str, tuple[bytes, list[int]]] = {
     "foo, then close": (CALL + b"Upgrade: foo\r\nConnection: close, Upgrade\r\n" + sized(BODY) + LIVE, [200]),
@@ -456,54 +427,42 @@ def test_each_request_has_the_answer_that_a_proxy_expects(name: str, split: str,
     head = sent.index(b"\n\r\n" if b"\n\r\n" in sent else b"\n\n") + 3
     size = {"whole": len(sent), "head and body": head, "pieces": 7}[split]
     pieces = [sent[start : start + size] for start in range(0, len(sent), size)]
-    assert answers(server.http_port, pieces) == [*expected, *([200] if name in FRAMED else [])]
+    assert answers(server, pieces) == [*expected, *([200] if name in FRAMED else [])]
 
 
 def test_garbage_does_not_replace_the_answer_to_the_request_before_it(server: Server) -> None:
-    assert answers(server.http_port, [CALL + sized(BODY) + b"\0\r\n\r\n"])[0] == 200
+    assert answers(server, [CALL + sized(BODY) + b"\0\r\n\r\n"])[0] == 200
 
 
 def test_only_so_many_requests_wait_for_their_turn(server: Server) -> None:
-    found = answers(server.http_port, [LIVE * 1000])
+    found = answers(server, [LIVE * 1000])
     assert len(found) < 1000  # and the last may be lost, as the rest was never read
     assert set(found) == {200}
 
 
 def test_a_request_that_is_answered_before_its_body_may_come(server: Server) -> None:
     """The client may then send its body, or the next request instead."""
-    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
-        raw.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 99\r\n\r\n")
-        received = b""
-        while data := raw.recv(4096):
-            received += data
-    assert received.startswith(b"HTTP/1.1 404")
+    with connect(server) as raw:
+        raw.sendall(NOWHERE + b"Expect: 100-continue\r\nContent-Length: 99\r\n\r\n")
+        assert rest_of(raw).startswith(b"HTTP/1.1 404")
 
 
-def test_what_is_no_request_has_no_answer_after_another(server: Server) -> None:
-    """A proxy would take it for the answer to the next request."""
-    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
-        raw.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\n" + CHUNKED + b"\r\n")
-        received = raw.recv(4096)
-        assert received.startswith(b"HTTP/1.1 404")
-        raw.sendall(b"zz\r\n")
-        with suppress(ConnectionError):
-            while data := raw.recv(4096):
-                received += data
-    assert received.count(b"HTTP/1.1") == 1
-
-
-def test_what_is_no_request_is_answered_after_the_body_of_an_answered_request(server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
-        raw.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n")
-        received = raw.recv(4096)
-        assert received.startswith(b"HTTP/1.1 404")
-        raw.sendall(b"body")
-        time.sleep(0.1)
-        raw.sendall(b"garbage\r\n\r\n")
-        with suppress(ConnectionError):
-            while data := raw.recv(4096):
-                received += data
-    assert b"HTTP/1.1 400" in received
+@pytest.mark.parametrize(
+    ("head", "sent", "further"),
+    [(CHUNKED + b"\r\n", [b"zz\r\n"], []), (b"Content-Length: 4\r\n\r\n", [b"body", b"garbage\r\n\r\n"], [b"400"])],
+    ids=["in the body", "after the body"],
+)
+def test_what_is_no_request_has_an_answer_only_after_the_body_of_an_answered_one(
+    server: Server, head: bytes, sent: list[bytes], further: list[bytes]
+) -> None:
+    """Before it, a proxy would take it for the answer to the next request."""
+    with connect(server) as raw:
+        raw.sendall(NOWHERE + head)
+        assert raw.recv(4096).startswith(b"HTTP/1.1 404")
+        for piece in sent:
+            raw.sendall(piece)
+            time.sleep(0.1)
+        assert re.findall(rb"HTTP/1\.1 (\d{3}) ", rest_of(raw)) == further
 
 
 def test_a_client_that_does_not_read(server: Server) -> None:
@@ -512,26 +471,18 @@ def test_a_client_that_does_not_read(server: Server) -> None:
         raw.connect(("127.0.0.1", server.http_port))
         raw.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 5000)
         assert raw.recv(8) == b"HTTP/1.1"
-        limit = time.monotonic() + 10
-        while server._http.server_state.connections:
-            assert time.monotonic() < limit
-            time.sleep(0.01)
+        assert eventually(lambda: not connections(server))
 
 
-def test_a_client_that_asks_again_and_does_not_read(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(1))
-    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+def test_a_client_that_asks_again_and_does_not_read(model: Model) -> None:
     large = json.dumps({"id": "x" * 4_000_000, **tensor()}).encode()
     with serving({"tiny": model}, max_body=30_000_000, body_timeout=0.3) as running, socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.connect(("127.0.0.1", running.http_port))
-        raw.sendall(head % len(large) + large)
+        raw.sendall(CALL + sized(large))
         assert raw.recv(8) == b"HTTP/1.1"
         raw.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
-        limit = time.monotonic() + 10
-        while running._http.server_state.connections:
-            assert time.monotonic() < limit
-            time.sleep(0.01)
+        assert eventually(lambda: not connections(running))
 
 
 @pytest.mark.slow
@@ -558,32 +509,29 @@ def test_a_queue_that_is_full(server: Server) -> None:
     with ThreadPoolExecutor(2) as pool:
         with occupied(server):
             waiting = [pool.submit(ask, server, INFER, as_json(x=X)) for _ in range(2)]
-            while server.service.served[0].thread.queued < 2:
-                time.sleep(0.005)
+            await_queued(server, 2)
             refused = ask(server, INFER, as_json(x=X))
             assert (refused.status, refused.headers["retry-after"]) == (503, "1")
             assert ask(server, "/v2/health/live").status == 200
         assert [each.result().status for each in waiting] == [200, 200]
 
 
-def test_an_answer_that_takes_too_long(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    with serving({"tiny": load(tiny.path, weight_file(1))}, timeout=0.1) as running:
+def test_an_answer_that_takes_too_long(model: Model) -> None:
+    with serving({"tiny": model}, timeout=0.1) as running:
         with occupied(running):
             found = ask(running, INFER, as_json(x=X))
             assert (found.status, "0.1 s" in found.error) == (504, True)
         assert ask(running, INFER, as_json(x=X)).status == 200
 
 
-def test_all_bodies_together_take_no_more_than_they_may(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+def test_all_bodies_together_take_no_more_than_they_may(model: Model) -> None:
     large = json.dumps({"id": "x" * 60_000, **tensor()}).encode()
-    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
     limits: Any = {"max_body": 100_000, "max_bodies": 100_000}
-    with serving({"tiny": load(tiny.path, weight_file(1))}, **limits) as running:
-        with socket.create_connection(("127.0.0.1", running.http_port), 10) as slow:
-            slow.sendall(head % len(large) + large[:-1])
-            limit = time.monotonic() + 10
-            while (refused := ask(running, INFER, large)).status == 200:
-                assert time.monotonic() < limit
+    with serving({"tiny": model}, **limits) as running:
+        with connect(running) as slow:
+            slow.sendall((CALL + sized(large))[:-1])
+            assert eventually(lambda: ask(running, INFER, large).status != 200)
+            refused = ask(running, INFER, large)
             assert (refused.status, refused.headers["retry-after"]) == (503, "1")
             assert "more than 100000 bytes" in refused.error
             assert ask(running, INFER, tensor()).status == 200
@@ -615,9 +563,9 @@ def test_while_a_large_body_is_read_others_are_answered(server: Server, monkeypa
         assert asked.result(20).status == 200
 
 
-def test_json_has_a_limit_of_its_own(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+def test_json_has_a_limit_of_its_own(model: Model) -> None:
     head, headers = binary()
-    with serving({"tiny": load(tiny.path, weight_file(1))}) as running:
+    with serving({"tiny": model}) as running:
         for body, more in ((head, headers), (b"\0" * (5 << 20), {})):
             padded = body.replace(b"{", b"{" + b" " * (4 << 20), 1)
             length = {name: str(int(value) + (4 << 20)) for name, value in more.items()}
@@ -632,34 +580,19 @@ def test_json_has_a_limit_of_its_own(tiny: TinyArtifact, weight_file: WriteWeigh
 
 
 @pytest.mark.parametrize("items", ['"inputs": [%s]', '"inputs": [], "outputs": [%s]', '"inputs": [], "x": [%s]'])
-def test_a_call_has_not_so_many_parts(tiny: TinyArtifact, weight_file: WriteWeights, items: str) -> None:
+def test_a_call_has_not_so_many_parts(model: Model, items: str) -> None:
     """Each took the memory of a hundred times its bytes."""
     item = json.dumps({"name": "a", "datatype": "FP32", "shape": [0], "data": []})
-    with serving({"tiny": load(tiny.path, weight_file(1))}) as running:
+    with serving({"tiny": model}) as running:
         for part, says in ((item, "objects"), ('"a", ""', "quotes")):
             found = ask(running, INFER, ("{" + items % ", ".join([part] * 30_000) + "}").encode())
             assert (found.status, says in found.error) == (400, True)
 
 
-def test_names_dtypes_and_shapes_are_compared_before_numbers_are_read(server: Server) -> None:
-    unread = ["no number"] * 6
-    for changes, says in (
-        ({"name": "y"}, "no such input"),
-        ({"datatype": "FP64"}, "expected dtype F32"),
-        ({"shape": [3, 2]}, "dimension 1 expected 3"),
-        ({"shape": [9, 3]}, "batch in 0..8"),
-        ({}, "Expected `float`"),
-    ):
-        found = ask(server, INFER, tensor(data=unread, **changes))
-        assert (found.status, says in found.error) == (400, True)
-
-
-def test_numbers_in_several_pieces(
-    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_in_several_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors_on_the_wire, "_PIECE", 2)
     x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
-    with serving({"tiny": load(tiny.path, weight_file(1))}) as running:
+    with serving({"tiny": model}) as running:
         for data in (x.tolist(), x.reshape(-1).tolist()):
             document = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [8, 3], "data": data}]}
             for text in (json.dumps(document), json.dumps(document, indent=1)):
@@ -667,32 +600,19 @@ def test_numbers_in_several_pieces(
                 np.testing.assert_array_equal(np.float32(answer["data"]).reshape(8, 5), expected(1, x))
 
 
-def test_numbers_are_counted_before_they_are_read(server: Server) -> None:
-    document = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 3], "data": [0] * 2_000}]}
-    assert "has 6 elements, but the data 2000" in ask(server, INFER, document).error
-
-
 def test_who_goes_while_it_waits_is_not_answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it keep a place in the queue, which has two."""
     called: list[Any] = []
-    call = ServedMethod.call
-    monkeypatch.setattr(ServedMethod, "call", lambda *arguments: called.append(1) or call(*arguments))
-    body = json.dumps(tensor()).encode()
-    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-    thread = server.service.served[0].thread
-    limit = time.monotonic() + 20
+    before_calls(monkeypatch, lambda *_: called.append(1))
     with ThreadPoolExecutor(1) as pool:
         with occupied(server):
             for queued in (1, 2, 1):
-                with socket.create_connection(("127.0.0.1", server.http_port), 10) as goes:
-                    goes.sendall(head + body)
-                    while thread.queued != queued:
-                        assert time.monotonic() < limit
+                with connect(server) as goes:
+                    goes.sendall(CALL + sized(BODY))
+                    await_queued(server, queued)
                     time.sleep(0.05)  # it is waited for
-                while server._http.server_state.connections:
-                    assert time.monotonic() < limit
+                assert eventually(lambda: not connections(server))
             stays = pool.submit(ask, server, INFER, tensor())
-            while thread.queued != 2:
-                assert time.monotonic() < limit
+            await_queued(server, 2)
         assert stays.result(20).status == 200
     assert called == [1]

@@ -6,22 +6,20 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import tritonclient.grpc as triton
 
 from tests.server.load import INPUT
-from tests.server.worker_processes import Fleet, eventually
-from tests.server.worker_processes import serving as serving_fleet
-from tests.support.administered import TOKEN, administered, call, change
+from tests.server.worker_processes import Fleet, eventually, operated, serving
+from tests.support.administered import Operator, call
+from tests.support.administered import operated as operated_here
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import load
-from weightswap_runtime.transfer.admin_client import AdminClient
-from weightswap_server import Server
 
 FEW, MANY = 10, 40
 MORE = 8  # threads, of pools that grow where one is slow to come back; a leak of each round would be 40
@@ -83,68 +81,53 @@ def infer_and_leave(port: int) -> None:
         raw.sendall(b"PRI * HTTP/2.0\r\n")
 
 
-class OneProcess(NamedTuple):
-    """A server in this process, and the operations of operators on it."""
-
-    server: Server
-    files: tuple[Path, Path]
-
-    def by_operators(self) -> None:
-        server = self.server
-        for path in self.files:
-            change(server, "swap", source=str(path))
-        change(server, "swap", source=str(self.files[0].parent / "none.safetensors"))
-        change(server, "stage", source=str(self.files[0]))
-        change(server, "discard")
-        change(server, "rollback")
-        call(server, "/admin/status", headers={"Authorization": "Bearer no"})
-        call(server, "/admin/models/tiny/swap", b"{")
-        assert server.admin is not None
-        head = b"POST /admin/models/tiny/swap HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n"
-        for sent in (b"", b"GET", head + b"{"):
-            with suppress(ConnectionError), socket.create_connection(("127.0.0.1", server.admin.port), 10) as raw:
-                raw.sendall(sent)  # and leaves
-
-    def by_grpc(self) -> None:
-        infer_and_leave(self.server.grpc_port)
-
-
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneProcess]:
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+    """An operator of a server in this process."""
     folder = tmp_path_factory.mktemp("one")
     tiny = TinyArtifact(folder / "tiny.artifact")
-    first, second = (tiny.write(folder / f"{seed}.safetensors", tiny.values(seed)) for seed in (1, 2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
-        options: Any = {"allow": (str(folder),), "serving": {"grpc_port": 0}}
-        with administered({"tiny": load(tiny.path, first)}, **options) as server:
-            yield OneProcess(server, (second, first))
+    model = load(tiny.path, tiny.write(folder / "v1.safetensors", tiny.values(1)))
+    with operated_here(model, tiny, folder, serving={"grpc_port": 0}) as operator:
+        yield operator
 
 
-@pytest.mark.parametrize("doing", ["by_operators", "by_grpc"])
-def test_one_process(one: OneProcess, doing: str) -> None:
-    do = getattr(one, doing)
+def by_operators(one: Operator) -> None:
+    for source in (2, 1, one.folder / "none.safetensors"):
+        one.change("swap", source)
+    one.change("stage", 2)
+    one.change("discard")
+    one.change("rollback")
+    call(one.server, "/admin/status", headers={"Authorization": "Bearer no"})
+    call(one.server, "/admin/models/tiny/swap", b"{")
+    assert one.server.admin is not None
+    head = b"POST /admin/models/tiny/swap HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n"
+    for sent in (b"", b"GET", head + b"{"):
+        with suppress(ConnectionError), socket.create_connection(("127.0.0.1", one.server.admin.port), 10) as raw:
+            raw.sendall(sent)  # and leaves
+
+
+def by_grpc(one: Operator) -> None:
+    infer_and_leave(one.server.grpc_port)
+
+
+@pytest.mark.parametrize("do", [by_operators, by_grpc])
+def test_one_process(one: Operator, do: Callable[[Operator], None]) -> None:
     for _ in range(FEW):
-        do()
+        do(one)
     before = settled(["self"])
     for _ in range(MANY):
-        do()
+        do(one)
     await_no_more_than(before)
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("several")
-    options = ["--admin-socket", str(folder / "s"), "--admin-allow", str(folder), "-w", str(folder / "1.safetensors")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
-        with serving_fleet(folder, 2, *options) as found:
-            yield found
+    with serving(folder, 2, "-w", str(folder / "1.safetensors"), *operated(folder)) as found:
+        yield found
 
 
 def test_manager_owner_and_workers(fleet: Fleet) -> None:
-    folder = fleet.files[1].parent
-    operator = AdminClient(f"unix://{folder / 's'}", TOKEN)
     processes = [fleet.process.pid, *fleet.children]
 
     def everything(times: int) -> None:
@@ -152,8 +135,8 @@ def test_manager_owner_and_workers(fleet: Fleet) -> None:
             for _ in range(3):
                 fleet.infer()
             infer_and_leave(fleet.grpc_port)
-            operator.post("/admin/models/tiny/swap", {"source": str(fleet.files[number % 3 + 1])})
-            operator.get("/admin/status")
+            fleet.change("swap", source=str(fleet.files[number % 3 + 1]))
+            fleet.operator.get("/admin/status")
             fleet.get("/metrics")
 
     everything(FEW)

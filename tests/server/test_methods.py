@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,11 +16,10 @@ from torch import nn
 from torch.export import Dim
 
 from tests.support.served import ask, serving
-from tests.support.tiny import TinyArtifact, WriteWeights
+from tests.support.tiny import TinyArtifact
 from weightswap_exporter import MethodSpec, export, pack
-from weightswap_runtime import Unsupported, load
-from weightswap_server import Server, Settings
-from weightswap_server.methods import ServedMethod
+from weightswap_runtime import Model, Unsupported, load
+from weightswap_server import ServedMethod, Server, Settings
 
 
 class Coder(nn.Module):
@@ -51,10 +51,7 @@ def server(eager: Coder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = tmp_path_factory.mktemp("models")
     sample = ({"x": X, "pair": [X, X + 1]}, 3)
     shapes = {"given": {"x": None, "pair": [None, None]}, "times": Dim.DYNAMIC}
-    methods = {
-        "forward": MethodSpec("forward", sample, dynamic_shapes=shapes),
-        "decode": MethodSpec("decode", (X,)),
-    }
+    methods = {"forward": MethodSpec("forward", sample, dynamic_shapes=shapes), "decode": MethodSpec("decode", (X,))}
     artifact = export(eager, methods=methods, out=folder / "coder.artifact")
     model = load(artifact, pack(eager, artifact, out=folder / "v.safetensors").path)
     tiny = TinyArtifact(folder / "tiny.artifact")
@@ -145,12 +142,9 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any]) -> 
 
 
 def test_a_warm_up_that_fails_is_logged(
-    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: ServedMethod) -> Any:
-        raise ValueError("no sample")
-
-    monkeypatch.setattr(ServedMethod, "sample", broken)
-    with serving({"tiny": load(tiny.path, weight_file(1))}) as running:
+    monkeypatch.setattr(ServedMethod, "sample", Mock(side_effect=ValueError("no sample")))
+    with serving({"tiny": model}) as running:
         assert "the warm-up failed; the model is served anyway: no sample" in caplog.text
         assert ask(running, "/v2/health/ready").status == 200

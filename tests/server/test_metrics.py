@@ -13,16 +13,12 @@ import pytest
 import tritonclient.grpc as triton
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.served import as_json, ask, occupied, serving
+from tests.support.served import INFER, X, as_json, ask, before_calls, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_runtime import load
+from weightswap_runtime import Model
 from weightswap_runtime.tensors import array_content
 from weightswap_server import Server
-from weightswap_server.methods import ServedMethod
 from weightswap_server.service.metrics import MOST_WEIGHTS
-
-X = np.arange(6, dtype=np.float32).reshape(2, 3)
-INFER = "/v2/models/tiny/infer"
 
 
 def samples(server: Server, name: str) -> dict[Any, float]:
@@ -40,8 +36,7 @@ def of(labels: Mapping[str, Any]) -> Any:
     return tuple(sorted({"model": "tiny", **labels}.items()))
 
 
-def test_requests_are_counted_by_weights(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(1))
+def test_requests_are_counted_by_weights(model: Model, weight_file: WriteWeights) -> None:
     with (
         serving({"tiny": model}, grpc_port=0) as server,
         triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client,
@@ -71,16 +66,13 @@ def test_requests_are_counted_by_weights(tiny: TinyArtifact, weight_file: WriteW
         assert call.answer.result(10).generation == 1
 
 
-def test_each_request_is_counted_once(
-    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_request_is_counted_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if its answer cannot be JSON, or is late."""
-    model = load(tiny.path, weight_file(1))
     with serving({"tiny": model}, timeout=0.2) as server:
         huge = np.full((2, 3), np.finfo(np.float32).max, np.float32)
         assert ask(server, INFER, as_json(x=huge)).status == 400
-        called, goes_on = ServedMethod.call, Event()
-        monkeypatch.setattr(ServedMethod, "call", lambda *given: (goes_on.wait(20), called(*given))[1])
+        goes_on = Event()
+        before_calls(monkeypatch, lambda *_: goes_on.wait(20))
         monkeypatch.setattr(server.service.served[0].thread, "_inline", False)
         assert ask(server, INFER, as_json(x=X)).status == 504
         goes_on.set()
@@ -91,8 +83,7 @@ def test_each_request_is_counted_once(
         assert samples(server, "weightswap_server_request_seconds_count") == {of({"weights_id": model.weights_id}): 2}
 
 
-def test_weights_that_are_long_gone_have_no_series(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(0))
+def test_weights_that_are_long_gone_have_no_series(model: Model, weight_file: WriteWeights) -> None:
     with serving({"tiny": model}) as server:
         for seed in range(MOST_WEIGHTS + 3):
             model.swap(weight_file(seed))

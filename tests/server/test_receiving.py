@@ -8,14 +8,12 @@ import signal
 import socket
 from pathlib import Path
 
-import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from tests.server.load import INPUT
-from tests.server.worker_processes import Fleet, children_of, eager, eventually, started
+from tests.server.worker_processes import Fleet, eventually, started
 from tests.support.administered import TOKEN, administered, change
-from tests.support.served import as_json, ask, serving
+from tests.support.commands import run
+from tests.support.served import INFER, X, as_json, ask, expected, serving
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
 from weightswap_runtime import (
     DesiredStore,
@@ -27,8 +25,7 @@ from weightswap_runtime import (
     Unsupported,
     load,
 )
-from weightswap_server.serving import ModelSource
-from weightswap_tools.commands.serve import serve_command
+from weightswap_server import ModelSource
 
 
 def test_a_server_is_ready_once_weights_were_sent(tiny: TinyArtifact, tmp_path: Path) -> None:
@@ -39,13 +36,13 @@ def test_a_server_is_ready_once_weights_were_sent(tiny: TinyArtifact, tmp_path: 
         receipt = sender.send(tiny.values(2), labels={"step": "7"})
         assert isinstance(receipt, SwapReceipt)
         eventually(lambda: ask(server, "/v2/health/ready").status == 200)
-        answer = ask(server, "/v2/models/tiny/infer", as_json(x=INPUT)).json
+        answer = ask(server, INFER, as_json(x=X)).json
         assert answer["parameters"]["weights_id"] == receipt.weights_id
         assert serves(model, 2)
 
 
 def test_a_server_that_starts_again_begins_with_what_was_served_last(
-    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     at, kept, first = f"unix:{tmp_path / 'x.sock'}", str(tmp_path / "kept"), str(weight_file(1))
     source = ModelSource(artifact=str(tiny.path), weights=first, receive=at, keep=kept)
@@ -54,7 +51,6 @@ def test_a_server_that_starts_again_begins_with_what_was_served_last(
         sender.send(tiny.values(2))
     with source.open() as model:
         assert serves(model, 2)
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
     with administered({"tiny": ModelSource(artifact=str(tiny.path), keep=kept).open()}) as server:
         assert server.admin is not None
         with Sender(server.admin.where, tiny.path) as sender:
@@ -66,9 +62,8 @@ def test_a_server_that_starts_again_begins_with_what_was_served_last(
 
 
 def test_a_rollback_does_not_wait_for_what_is_received(
-    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
     at, model = f"unix:{tmp_path / 'x.sock'}", load(tiny.path, weight_file(1), keep_previous="host")
     model.swap(weight_file(2))
     model.receive(at, rate_limit=SLOW)
@@ -84,9 +79,8 @@ def test_a_rollback_does_not_wait_for_what_is_received(
 
 @pytest.mark.parametrize("other", ["--watch", "--follow"])
 def test_a_model_has_one_source(other: str, tiny: TinyArtifact, tmp_path: Path) -> None:
-    arguments = [str(tiny.path), "--port", "0", "--receive", f"unix:{tmp_path / 'x'}", other, str(tmp_path)]
-    refused = CliRunner().invoke(serve_command, arguments)
-    assert refused.exit_code == 2
+    sources = ("--receive", f"unix:{tmp_path / 'x'}", other, tmp_path)
+    refused = run("serve", tiny.path, "--port", 0, *sources, status=2)
     assert "can neither follow a desired store nor watch a directory" in refused.stderr
 
 
@@ -97,29 +91,24 @@ def test_all_workers_serve_what_the_owner_receives(tmp_path: Path, weight_file: 
     with socket.create_server(("127.0.0.1", 0)) as free:
         operated = ["--admin-port", str(free.getsockname()[1]), "--admin-token-file", str(tmp_path / "token")]
     with (
-        started(tmp_path / "workers", 2, "--weights", str(weight_file(1)), "--receive", at, *operated) as (
-            process,
-            http,
-            grpc,
-        ),
+        started(tmp_path / "workers", 2, "--weights", str(weight_file(1)), "--receive", at, *operated) as running,
         Sender(at, tiny.path) as sender,
         Sender(f"http://127.0.0.1:{operated[1]}", tiny.path, token=TOKEN) as remote,
     ):
-        expected: dict[str, np.ndarray] = {}
-        fleet = Fleet(process, http, grpc, DesiredStore(tmp_path), {}, expected)
-        eventually(lambda: fleet.get("/v2/health/ready") == b"")
+        fleet = Fleet(**vars(running), desired_store=DesiredStore(tmp_path), files={}, expected={})
+        fleet.await_ready()
         for seed, each in ((2, sender), (3, remote)):
             receipt = each.send(tiny.values(seed))
             assert isinstance(receipt, SwapReceipt)
-            expected[receipt.weights_id] = eager(seed)
+            fleet.expected[receipt.weights_id] = expected(seed)
             for _ in range(8):
                 assert fleet.infer()[0] == receipt.weights_id
         with pytest.raises(NonFiniteWeights):
             sender.send({**tiny.values(3), "bias": tiny.values(3)["bias"] * float("nan")})
-        owner, *_ = children_of(process.pid)
+        owner = fleet.children[0]
         os.kill(owner, signal.SIGKILL)  # the segment keeps what was sent
         assert fleet.infer()[0] == receipt.weights_id
-        eventually(lambda: children_of(process.pid)[-1] != owner and Path(at.removeprefix("unix:")).exists())
+        eventually(lambda: fleet.children[-1] != owner and Path(at.removeprefix("unix:")).exists())
 
         def sent() -> bool:
             try:

@@ -7,19 +7,19 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 import torch
-from click.testing import Result
 from torch import nn
-from typer.testing import CliRunner
+from typer.testing import Result
 
 from tests.server.worker_processes import eventually
 from tests.support.administered import TOKEN, administered, call, change, status
+from tests.support.commands import run
 from tests.support.served import Reply
 from tests.support.tiny import TinyArtifact, Values, WriteWeights, serves
 from weightswap_exporter import export
@@ -35,13 +35,11 @@ from weightswap_runtime import (
     Unsupported,
     WeightsMismatch,
     load,
+    write_delta,
 )
-from weightswap_runtime.format.delta import write_delta
-from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.sources.arriving import Arriving
 from weightswap_runtime.transfer.admin_client import AdminClient, AdminRefused
 from weightswap_server import Server
-from weightswap_tools.commands.push import push_command
 
 
 @pytest.fixture
@@ -51,8 +49,7 @@ def model(tiny: TinyArtifact, weight_file: WriteWeights, residency: Any) -> Iter
 
 
 @pytest.fixture
-def server(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+def server(model: Model) -> Iterator[Server]:
     with administered({"tiny": model}, max_uploads=200_000) as server:
         yield server
 
@@ -117,9 +114,7 @@ def test_a_refusal_comes_back_with_its_reason(
 ) -> None:
     with pytest.raises(error, match=says):
         sender.send({**TinyArtifact.values(1), **changes})
-    assert (model.generation, serves(model, 0)) == (0, True)
-    sender.send(TinyArtifact.values(1))
-    assert serves(model, 1)
+    check_unchanged(model, sender)
 
 
 def test_who_may_not_send_is_told_before_anything_is_read(
@@ -212,6 +207,13 @@ def test_a_desired_store_that_is_followed_meanwhile_refuses_what_it_cannot_name(
     assert serves(model, 0)
 
 
+def check_unchanged(model: Model, sender: Sender) -> None:
+    """Check that a refusal has changed nothing, and that the next weights are taken."""
+    assert (model.generation, serves(model, 0)) == (0, True)
+    sender.send(TinyArtifact.values(1))
+    assert serves(model, 1)
+
+
 @pytest.mark.parametrize("share", [0, 5, 0.3, 0.6, 0.99, -1])
 @pytest.mark.parametrize("how", ["closes", "resets"])
 def test_a_sender_that_ends_in_the_middle_changes_nothing(
@@ -229,9 +231,7 @@ def test_a_sender_that_ends_in_the_middle_changes_nothing(
             for each in call(server, "/admin/models/tiny/history").json["refusals"]
         )
     )
-    assert (model.generation, serves(model, 0)) == (0, True)
-    sender.send(TinyArtifact.values(1))
-    assert serves(model, 1)
+    check_unchanged(model, sender)
 
 
 def test_a_sender_that_stalls_is_given_up(
@@ -243,46 +243,39 @@ def test_a_sender_that_stalls_is_given_up(
         answer = answer_to(connection)
         assert answer.status == 408
         assert answer.json["error"] == "nothing arrived for 0.4 s, or all of it took too long"
-    sender.send(TinyArtifact.values(1))
-    assert serves(model, 1)
+    check_unchanged(model, sender)
 
 
-@pytest.mark.parametrize("what", ["discard", "rollback"])
-def test_an_operator_need_not_wait_for_what_arrives(
-    what: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+@contextmanager
+def half_sent(tiny: TinyArtifact, weight_file: WriteWeights) -> Iterator[tuple[Server, Model, socket.socket]]:
+    """Yield a server that has swapped once, while weights for it have arrived but for their last bytes."""
     model = load(tiny.path, weight_file(1))
     model.swap(weight_file(2))
-    with (
-        administered({"tiny": model}, body_timeout=60.0) as server,
-        closing(raw(server, "Content-Length: 5000")) as connection,
-    ):
-        connection.sendall(weight_file(3).read_bytes()[:-4])
-        eventually(lambda: status(server)["staged"] is not None)
-        assert change(server, what).status == 200
-        assert answer_to(connection).json["kind"] == "StageCancelled"
-        assert serves(model, 1 if what == "rollback" else 2)
-
-
-def test_a_server_that_stops_does_not_wait_for_what_arrives(
-    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
-    model = load(tiny.path, weight_file(1))
     with administered({"tiny": model}, body_timeout=60.0) as server:
         connection = raw(server, "Content-Length: 5000")
         connection.sendall(weight_file(3).read_bytes()[:-4])
         eventually(lambda: status(server)["staged"] is not None)
+        yield server, model, connection
     with closing(connection):
         assert answer_to(connection).json["kind"] == "StageCancelled"
 
 
-def test_what_is_refused_by_its_header_is_not_sent_to_its_end(
-    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("what", "seed"), [("discard", 2), ("rollback", 1)])
+def test_an_operator_need_not_wait_for_what_arrives(
+    what: str, seed: int, tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
-    model, size, sent = load(tiny.path, weight_file(0)), 1 << 30, []
+    with half_sent(tiny, weight_file) as (server, model, _):
+        assert change(server, what).status == 200
+        assert serves(model, seed)
+
+
+def test_a_server_that_stops_does_not_wait_for_what_arrives(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    with half_sent(tiny, weight_file):
+        pass
+
+
+def test_what_is_refused_by_its_header_is_not_sent_to_its_end(model: Model) -> None:
+    size, sent = 1 << 30, list[int]()
     header = b'{"bias":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (size, size)
 
     def pieces() -> Iterator[memoryview]:
@@ -296,26 +289,25 @@ def test_what_is_refused_by_its_header_is_not_sent_to_its_end(
     assert len(sent) < size >> 20
 
 
-def push(server: Server, *arguments: object) -> Result:
-    return CliRunner().invoke(push_command, [where(server), *map(str, arguments)])
+def push(server: Server, *arguments: object, status: int = 0) -> Result:
+    return run("push", where(server), *arguments, status=status)
 
 
 def test_a_file_is_pushed_to_a_server_that_keeps_none(
     server: Server, model: Model, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     done = push(server, weight_file(1), "--why", "better")
-    assert (done.exit_code, serves(model, 1)) == (0, True), done.stderr
+    assert serves(model, 1)
     assert "generation  1: memory:token\n" in done.stdout
     assert push(server, weight_file(2), "--stage").stdout.startswith("staged      ")
     assert change(server, "discard").status == 200
     write_delta(weight_file(1), weight_file(2), tmp_path / "delta.safetensors")
-    assert push(server, tmp_path / "delta.safetensors").exit_code == 0
+    push(server, tmp_path / "delta.safetensors")
     assert serves(model, 2)
     other = tiny.write(tmp_path / "other.safetensors", tiny.values(3), graph_id="1" * 64)
-    assert "packed for another graph" in push(server, other).stderr
-    assert push(server, other, "--allow-other-graph").exit_code == 0
+    assert "packed for another graph" in push(server, other, status=1).stderr
+    push(server, other, "--allow-other-graph")
     assert serves(model, 3)
-    goldens_path(weight_file(4)).write_bytes(b"")
-    refused = push(server, weight_file(4))
-    assert (refused.exit_code, serves(model, 3)) == (2, True)
-    assert "keeps no uploads, so that it could not try" in refused.stderr
+    weight_file(4).with_name("v4.goldens.safetensors").write_bytes(b"")
+    assert "keeps no uploads, so that it could not try" in push(server, weight_file(4), status=2).stderr
+    assert serves(model, 3)

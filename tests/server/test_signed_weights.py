@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -13,11 +12,12 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-from typer.testing import CliRunner
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from tests.server.test_stopping import serve, until_ready
-from tests.support.administered import TOKEN, administered, change
+from tests.support.administered import administered, change
+from tests.support.commands import run
+from tests.support.keys import write_keys
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from tests.support.watched import SOON, eventually
@@ -34,8 +34,6 @@ from weightswap_runtime import (
     load,
 )
 from weightswap_server.signed_weights import SignatureRefused, requires
-from weightswap_tools.commands.push import push_command
-from weightswap_tools.commands.serve import sign_command
 
 pytestmark = pytest.mark.skipif(find_spec("model_signing") is None, reason="model_signing is not installed")
 
@@ -44,39 +42,33 @@ pytestmark = pytest.mark.skipif(find_spec("model_signing") is None, reason="mode
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three pairs of keys."""
     folder = tmp_path_factory.mktemp("keys")
-    for name in ("ours", "theirs", "strangers"):
-        key = ec.generate_private_key(ec.SECP256R1())
-        (folder / f"{name}.key").write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )
-        (folder / f"{name}.pem").write_bytes(
-            key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-        )
+    write_keys(folder, "ours", "theirs", "strangers")
     return folder
 
 
+@pytest.fixture
+def model(tiny: TinyArtifact, weight_file: WriteWeights, keys: Path) -> Model:
+    """A model that takes what our key has signed, and has the weights of seed 1."""
+    return load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")))
+
+
 def signed(path: Path, keys: Path, by: str = "ours") -> Path:
-    done = CliRunner().invoke(sign_command, [str(path), "--key", str(keys / f"{by}.key")])
-    assert done.exit_code == 0, done.stderr
+    run("sign", path, "--key", keys / f"{by}.key")
     return path
 
 
 @pytest.mark.usefixtures("_places")
 def test_only_what_was_signed_is_served(
-    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, keys: Path, tmp_path: Path
+    model: Model, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, keys: Path, tmp_path: Path
 ) -> None:
-    admit = requires(str(keys / "ours.pem"))
-    with pytest.raises(SignatureRefused, match="not signed"):
-        load(tiny.path, weight_file(1), admit=admit)
-    model = load(tiny.path, signed(weight_file(1), keys), admit=admit)
+    with pytest.raises(SignatureRefused):
+        load(tiny.path, weight_file(4), admit=requires(str(keys / "ours.pem")))
     second = weight_file(2)
     with pytest.raises(SignatureRefused, match="weightswap sign"):
         model.swap(second)
     with pytest.raises(SignatureRefused, match="not a signature of the weights"):
         model.swap(signed(second, keys, by="theirs"))
-    (tmp_path / f"{second.name}.sig").write_bytes(Path(f"{weight_file(1)}.sig").read_bytes())
+    (tmp_path / f"{second.name}.sig").write_bytes((tmp_path / "v1.safetensors.sig").read_bytes())
     with pytest.raises(SignatureRefused):
         model.swap(second)
     for junk in (b"", b"{}", b"\xff", b'{"dsseEnvelope": {"payload": "e30="}}', b"[" * 10_000):
@@ -143,24 +135,19 @@ def test_the_option_may_be_repeated(
         assert process.wait(30) == 0
 
 
-def test_a_push_brings_its_signature(
-    tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+def test_a_push_brings_its_signature(model: Model, weight_file: WriteWeights, keys: Path, tmp_path: Path) -> None:
     (tmp_path / "uploads").mkdir()
-    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")))
     with administered({"tiny": model}, upload_dir=str(tmp_path / "uploads")) as server:
         assert server.admin is not None
-        refused = CliRunner().invoke(push_command, [server.admin.where, str(weight_file(2))])
-        assert (refused.exit_code, "not signed" in refused.stderr) == (1, True)
-        done = CliRunner().invoke(push_command, [server.admin.where, str(signed(weight_file(2), keys))])
-        assert done.exit_code == 0, done.stderr
+        assert "not signed" in run("push", server.admin.where, weight_file(2), status=1).stderr
+        run("push", server.admin.where, signed(weight_file(2), keys))
         assert serves(model, 2)
 
 
-def test_a_signature_is_of_the_bytes(tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path) -> None:
+def test_a_signature_is_of_the_bytes(
+    model: Model, tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path
+) -> None:
     """A file that claims the id of other, signed weights is refused once its bytes are read."""
-    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")))
     claimed = signed(weight_file(2), keys)
     forged = tmp_path / "forged.safetensors"
     other, content = tiny.write(tmp_path / "other.safetensors", tiny.values(3)).read_bytes(), claimed.read_bytes()
@@ -176,45 +163,18 @@ def test_a_signature_is_of_the_bytes(tiny: TinyArtifact, weight_file: WriteWeigh
     assert serves(model, 1)
 
 
-def test_watchers_and_followers_take_nothing_else(
-    tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path
-) -> None:
-    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")))
-    outbox, service = tmp_path / "outbox", tmp_path / "service"
-    for folder in (outbox, service):
-        folder.mkdir()
-    with model.watch(outbox, 0.02) as watcher:
-        weight_file(2).rename(outbox / "v2.safetensors")
-        limit = time.monotonic() + 20
-        while not watcher.skipped:
-            assert time.monotonic() < limit
-            time.sleep(0.01)
-        assert isinstance(watcher.skipped["v2.safetensors"], SignatureRefused)
-    desired_store = DesiredStore(service)
-    desired_store.set(weight_file(3), revision=0)
-    with model.follow(desired_store, 0.02) as follower:
-        while not follower.last_error:
-            assert time.monotonic() < limit
-            time.sleep(0.01)
-    assert serves(model, 1)
-
-
 def test_a_rollback_to_what_is_not_signed_writes_nothing(
-    tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, weight_file: WriteWeights, keys: Path, desired_store: DesiredStore
 ) -> None:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
-    (tmp_path / "service").mkdir()
-    desired_store = DesiredStore(tmp_path / "service")
-    for revision, file in enumerate((weight_file(3), signed(weight_file(1), keys))):
-        before = desired_store.set(file, revision=revision)
-    model = load(tiny.path, weight_file(1), admit=requires(str(keys / "ours.pem")))
+    desired_store.set(weight_file(3), revision=1)
+    before = desired_store.set(weight_file(1), revision=2)
     with model.follow(desired_store, 30), administered({"tiny": model}) as server:
-        refused = change(server, "rollback", to=before.history[0].weights_id)
+        refused = change(server, "rollback", to=before.history[-1].weights_id)
         assert (refused.status, refused.json["kind"]) == (422, "SignatureRefused")
         assert (desired_store.read(), serves(model, 1)) == (before, True)
         signed(weight_file(3), keys)
-        assert change(server, "rollback", to=before.history[0].weights_id).status == 200
-        assert (desired_store.read().revision, serves(model, 3)) == (3, True)
+        assert change(server, "rollback", to=before.history[-1].weights_id).status == 200
+        assert (desired_store.read().revision, serves(model, 3)) == (4, True)
 
 
 @contextmanager
@@ -237,14 +197,15 @@ def is_refused(keeping: Watcher | Follower) -> bool:
 
 @pytest.mark.parametrize("how", ["watch", "follow"])
 def test_a_signature_may_come_after_its_file(
-    how: str, tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path
+    how: str, model: Model, weight_file: WriteWeights, keys: Path, tmp_path: Path
 ) -> None:
-    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")))
+    """Until then watchers and followers do not take it."""
     folder = tmp_path / "folder"
     path = folder / "v2.safetensors"
     with kept(model, how, path if how == "watch" else weight_file(2), folder) as keeping:
         path = weight_file(2).rename(path) if how == "watch" else weight_file(2)
-        assert eventually(lambda: "not signed" in str(keeping.last_error))
+        assert eventually(lambda: is_refused(keeping))
+        assert serves(model, 1)
         signed(path, keys, by="strangers")
         assert eventually(lambda: "is not a signature" in str(keeping.last_error))
         signed(path, keys)
@@ -298,19 +259,18 @@ def test_a_callback_may_say_that_it_decides_otherwise_now(
 
 def test_keys_that_are_none(tmp_path: Path, keys: Path, weight_file: WriteWeights) -> None:
     other = ed25519.Ed25519PrivateKey.generate().public_key()
-    (tmp_path / "other.pem").write_bytes(
-        other.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    )
+    pem = other.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    (tmp_path / "other.pem").write_bytes(pem)
     (tmp_path / "junk.pem").write_text(json.dumps("junk"))
     for key in (tmp_path / "none.pem", tmp_path / "junk.pem", tmp_path / "other.pem"):
         with pytest.raises(Unsupported, match="public key"):
             requires(str(key))
-        assert CliRunner().invoke(sign_command, [str(weight_file(1)), "--key", str(key)]).exit_code == 2
+        run("sign", weight_file(1), "--key", key, status=2)
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, keys: Path) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "model_signing.verifying", None)
-    with pytest.raises(MissingExtra, match=r"weightswap\[signing\]"):
+    with pytest.raises(MissingExtra):
         requires(str(keys / "ours.pem"))

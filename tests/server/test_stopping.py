@@ -19,24 +19,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from typer.testing import CliRunner
 
 from tests.support import warm
-from tests.support.served import as_json, ask, occupied, serving
+from tests.support.commands import run
+from tests.support.served import INFER, X, answer_of, as_json, ask, await_queued, expected, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_runtime import DesiredStore, Unsupported, load
+from tests.support.watched import eventually
+from weightswap_runtime import DesiredStore, Model, ModelClosed, Unsupported, load
 from weightswap_server import ModelSource, Server, Settings
-from weightswap_tools.commands.serve import serve_command
-
-X = np.arange(6, dtype=np.float32).reshape(2, 3)
-INFER = "/v2/models/tiny/infer"
 
 
-def test_what_was_accepted_is_answered(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(1))
+def test_what_was_accepted_is_answered(model: Model) -> None:
     with ThreadPoolExecutor(4) as pool, serving({"tiny": model}, grpc_port=0) as server:
         client = triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
         tensor = triton.InferInput("x", [2, 3], "FP32").set_data_from_numpy(X)
@@ -44,23 +39,20 @@ def test_what_was_accepted_is_answered(tiny: TinyArtifact, weight_file: WriteWei
         with occupied(server):
             asked = [pool.submit(ask, server, INFER, as_json(x=X)) for _ in range(3)]
             over_grpc = pool.submit(client.infer, "tiny", [tensor])
-            while server.service.served[0].thread.queued < 4:
-                time.sleep(0.005)
+            await_queued(server, 4)
             server.stop()
             assert not server.service.ready
-            limit = time.monotonic() + 10
-            while accepts(server.http_port):
-                assert time.monotonic() < limit
-                time.sleep(0.01)
+            assert eventually(lambda: not accepts(server.http_port))
         assert [each.result(10).status for each in asked] == [200, 200, 200]
         assert over_grpc.result(10).as_numpy("output").shape == (2, 5)
         client.close()
-    assert model._closed
+    with pytest.raises(ModelClosed):
+        model.swap({})
 
 
-def test_what_was_sent_is_answered_and_idle_connections_end(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+def test_what_was_sent_is_answered_and_idle_connections_end(model: Model) -> None:
     """A client whose connection ends between two requests finds it closed, and the port, too."""
-    with ThreadPoolExecutor(8) as pool, serving({"tiny": load(tiny.path, weight_file(1))}) as server:
+    with ThreadPoolExecutor(8) as pool, serving({"tiny": model}) as server:
         silent = socket.create_connection(("127.0.0.1", server.http_port), 20)
         asking = [pool.submit(ask_until_closed, server.http_port) for _ in range(8)]
         time.sleep(0.3)
@@ -95,15 +87,10 @@ def accepts(port: int) -> bool:
     return True
 
 
-def test_what_takes_too_long_is_broken_off(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    with (
-        ThreadPoolExecutor(1) as pool,
-        serving({"tiny": load(tiny.path, weight_file(1))}, grace=0.2) as server,
-        occupied(server),
-    ):
+def test_what_takes_too_long_is_broken_off(model: Model) -> None:
+    with ThreadPoolExecutor(1) as pool, serving({"tiny": model}, grace=0.2) as server, occupied(server):
         asked = pool.submit(ask, server, INFER, as_json(x=X))
-        while not server.service.served[0].thread.queued:
-            time.sleep(0.005)
+        await_queued(server, 1)
         server.stop()
         with pytest.raises((http.client.HTTPException, ConnectionError, AssertionError)):
             assert asked.result(10).status == 200
@@ -142,8 +129,8 @@ def test_a_port_that_is_taken(tiny: TinyArtifact) -> None:
 @contextmanager
 def serve(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Start the command. Returns it and its HTTP port, once it listens."""
-    program = "from weightswap_tools.commands.serve import serve_command; serve_command()"
-    command = [warm.python(), "-c", program, *arguments, "--port", "0"]
+    program = "from weightswap_tools.program import main; main()"
+    command = [warm.python(), "-c", program, "serve", *arguments, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -156,19 +143,15 @@ def serve(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def get(port: int, path: str) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request("GET", path)
-    reply = connection.getresponse()
-    body = reply.read()
-    connection.close()
-    return reply.status, json.loads(body) if body else None
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        body = reply.read()
+        return reply.status, json.loads(body) if body else None
 
 
 def until_ready(port: int) -> None:
-    limit = time.monotonic() + 20
-    while get(port, "/v2/health/ready")[0] != 200:
-        assert time.monotonic() < limit
-        time.sleep(0.02)
+    assert eventually(lambda: get(port, "/v2/health/ready")[0] == 200)
 
 
 def test_the_command_ends_with_a_signal(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
@@ -193,28 +176,21 @@ def test_the_command_watches(tiny: TinyArtifact, weight_file: WriteWeights, tmp_
         assert process.wait(20) == 0
 
 
-def test_what_is_desired_is_served(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+def test_what_is_desired_is_served(tiny: TinyArtifact, weight_file: WriteWeights, desired_store: DesiredStore) -> None:
     """At the start and later on; a rollback in the desired store is one in the server."""
-    desired_store = DesiredStore(tmp_path / "service")
-    (tmp_path / "service").mkdir()
-    state = desired_store.set(weight_file(1), revision=0, by="ana")
-    model = ModelSource(artifact=str(tiny.path), follow=str(tmp_path / "service"), interval=0.05).open()
+    model = ModelSource(artifact=str(tiny.path), follow=desired_store.where, interval=0.05).open()
     with serving({"tiny": model}) as server:
-        first = ask(server, INFER, as_json(x=X)).json["parameters"]["weights_id"]
-        state = desired_store.set(weight_file(2), revision=state.revision, by="ana")
-        second = until_answered_by_others(server, first)
-        desired_store.rollback(revision=state.revision, by="ana")
-        assert until_answered_by_others(server, second) == first
+
+        def serves_answers(seed: int) -> bool:
+            return answer_of(server) == expected(seed).reshape(-1).tolist()
+
+        assert serves_answers(1)
+        desired_store.set(weight_file(2), revision=1, by="ana")
+        assert eventually(lambda: serves_answers(2))
+        desired_store.rollback(revision=2, by="ana")
+        assert eventually(lambda: serves_answers(1))
     with pytest.raises(Unsupported, match="cannot also watch a directory"):
         ModelSource(artifact=str(tiny.path), follow="service", watch="outbox").open()
-
-
-def until_answered_by_others(server: Server, weights_id: str) -> str:
-    limit = time.monotonic() + 20
-    while (found := ask(server, INFER, as_json(x=X)).json["parameters"]["weights_id"]) == weights_id:
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-    return str(found)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +207,5 @@ def until_answered_by_others(server: Server, weights_id: str) -> str:
     ],
 )
 def test_what_the_command_refuses(tiny: TinyArtifact, arguments: list[str], status: int, says: str) -> None:
-    done = CliRunner().invoke(serve_command, [each.format(tiny=tiny.path) for each in arguments])
-    assert done.exit_code == status
+    done = run("serve", *(each.format(tiny=tiny.path) for each in arguments), status=status)
     assert says in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())

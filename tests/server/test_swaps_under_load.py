@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from tests import ROOT
-from tests.server.load import INPUT
-from tests.support import warm
+from tests.server import load as load_of
+from tests.support.served import expected as expected_of
 from tests.support.served import serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import load
@@ -32,21 +27,12 @@ def test_swaps_under_load(
     expected = {}
     for seed, path in files.items():
         model.swap(path)
-        expected[str(model.weights_id)] = TinyArtifact.eager(seed, torch.from_numpy(INPUT)).numpy()
-    np.savez(tmp_path / "expected.npz", **expected)
+        expected[str(model.weights_id)] = expected_of(seed)
     with serving({"tiny": model}, grpc_port=0, **settings) as server:
-        command = [warm.python(), "-m", "tests.server.load", str(server.http_port), str(server.grpc_port)]
-        client = subprocess.Popen(
-            [*command, str(tmp_path / "expected.npz"), str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        swaps = 0
+        client, swaps = load_of.start(server, expected, tmp_path, seconds), 0
         while client.poll() is None:
             model.swap(files[swaps % 3 + 1])
             swaps += 1
             time.sleep(0.02)
-        said = client.communicate()[0]
-    found = json.loads(said)["answers"]
-    assert client.returncode == 0
-    assert (found.pop("mixed"), found.pop("stale"), found.pop("failed")) == (0, 0, 0)
-    assert all(answers > 10 for answers in found.values())  # of each set of weights
+        load_of.check_all_right(client)
     assert swaps > seconds

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from opentelemetry import trace
@@ -19,16 +17,14 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.support import warm
 from tests.support.collector import collecting
-from tests.support.served import as_json, ask, occupied, serving
-from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_runtime import DigestMismatch, load
+from tests.support.served import INFER, X, as_json, ask, await_queued, occupied, serving
+from tests.support.tiny import WriteWeights
+from weightswap_runtime import DigestMismatch, Model
 from weightswap_server import ServedMethod
 from weightswap_server.protocol import Answer
 from weightswap_server.service.batching import Call
 from weightswap_server.service.traces import Traces
 
-X = np.arange(6, dtype=np.float32).reshape(2, 3)
-INFER = "/v2/models/tiny/infer"
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
 
@@ -50,8 +46,7 @@ def of_caller(span: ReadableSpan) -> bool:
     )
 
 
-def test_requests(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(1))
+def test_requests(spans: InMemorySpanExporter, model: Model) -> None:
     weights_id = model.weights_id
     with (
         serving({"tiny": model}, grpc_port=0, traces=True) as server,
@@ -78,37 +73,30 @@ def test_requests(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: 
     assert "x: missing" in str(refused.status.description)
 
 
-def test_a_canary_has_no_generation(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    with load(tiny.path, weight_file(1)) as model:
+def test_a_canary_has_no_generation(spans: InMemorySpanExporter, model: Model) -> None:
+    with model:
         call = Call(ServedMethod(model, "forward"), [], name="tiny")
         Traces().answered(call, Answer([], None, "abc"), call.arrived, 1)
     (span,) = spans.get_finished_spans()
     assert span.attributes == {"weightswap.weights_id": "abc", "weightswap.canary": True, "weightswap.batch_calls": 1}
 
 
-def test_a_batch_has_a_span_for_each_request(
-    spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: WriteWeights
-) -> None:
-    with serving({"tiny": load(tiny.path, weight_file(1))}, max_batch=4, traces=True) as server:
-        threads = [Thread(target=ask, args=(server, INFER, as_json(x=X))) for _ in range(2)]
+def test_a_batch_has_a_span_for_each_request(spans: InMemorySpanExporter, model: Model) -> None:
+    with serving({"tiny": model}, max_batch=4, traces=True) as server, ThreadPoolExecutor(2) as pool:
         with occupied(server):
-            for thread in threads:
-                thread.start()
-            while server.service.served[0].thread.queued < 2:
-                pass
-        for thread in threads:
-            thread.join()
+            asked = [pool.submit(ask, server, INFER, as_json(x=X)) for _ in range(2)]
+            await_queued(server, 2)
+        assert [each.result(20).status for each in asked] == [200, 200]
     assert [(span.attributes or {})["weightswap.batch_calls"] for span in spans.get_finished_spans()] == [2, 2]
 
 
-def test_swaps(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(1))
+def test_swaps(spans: InMemorySpanExporter, model: Model, weight_file: WriteWeights) -> None:
     with serving({"tiny": model}, traces=True):
         receipt = model.swap(weight_file(2), by="ana")
         broken = weight_file(3)
-        raw = bytearray(Path(broken).read_bytes())
+        raw = bytearray(broken.read_bytes())
         raw[-1] ^= 1
-        Path(broken).write_bytes(raw)
+        broken.write_bytes(raw)
         with pytest.raises(DigestMismatch):
             model.swap(broken)
     committed, refused = spans.get_finished_spans()

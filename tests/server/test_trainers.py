@@ -3,77 +3,76 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.administered import BEARER, TOKEN, administered, call, change, status
+import weightswap_runtime
+from tests.support.administered import BEARER, TOKEN, Operator, administered, call, operated
 from tests.support.handmade import hand_made, written
-from tests.support.served import Reply, as_json, ask
+from tests.support.served import INFER, Reply, X, as_json, ask, expected
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import DesiredStore, Model, WaitTimeout, load
+from tests.support.watched import eventually
+from weightswap_runtime import DesiredStore, Model, Staged, WaitTimeout, load
 from weightswap_runtime.following.controller import Lease
 from weightswap_runtime.following.desired_store import stamp_of
-from weightswap_runtime.live import receipt
-from weightswap_runtime.live.staged import Staged
-from weightswap_server import Server
 from weightswap_server.admin.trainers import PAYLOADS, REFUSED
 
-X = np.arange(6, dtype=np.float32).reshape(2, 3)
 FROM_DISK, UPDATE, FINISH = "/update_weights_from_disk", "/update_weights", "/finish_weight_update"
 INIT, START, INFO, CHECKER = "/init_weight_transfer_engine", "/start_weight_update", "/weight_info", "/weight_checker"
 POSTED = (FROM_DISK, INIT, START, UPDATE, FINISH, CHECKER, *REFUSED)
 GIVEN_UP_AFTER = 1.0  # seconds
 
 
-@pytest.fixture(autouse=True)
-def _token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
-
-
-class Rig(NamedTuple):
-    """A server with the weights of seed 1, and the files that trainers write for it."""
-
-    server: Server
-    model: Model
-    file: Callable[[int], str]
-    folder: Path
+class Rig(Operator):
+    """An operator, and what trainers send to the server; it has the weights of seed 1 at first."""
 
     def post(self, path: str, body: Any = None) -> Reply:
         return call(self.server, path, b"" if body is None else body)
 
+    def path(self, seed: int) -> str:
+        return str(self.file(seed))
+
     def update(self, seed: int) -> Reply:
-        return self.post(UPDATE, {"update_info": {"path": self.file(seed)}})
+        return self.post(UPDATE, {"update_info": {"path": self.path(seed)}})
 
     def info(self) -> Any:
         return call(self.server, INFO).json
 
     def answers_of(self, seed: int) -> bool:
         """Return True if the server answers with the weights of a seed, over HTTP and in the process."""
-        answer = ask(self.server, "/v2/models/tiny/infer", as_json(x=X)).json
-        values = np.array(answer["outputs"][0]["data"], np.float32).reshape(2, 5)
-        expected = TinyArtifact.eager(seed, torch.from_numpy(X)).numpy()
+        answer = ask(self.server, INFER, as_json(x=X)).json
         assert answer["parameters"]["weights_id"] == self.info()["weights_id"]
-        return serves(self.model, seed) and np.allclose(values, expected, rtol=1e-5, atol=1e-5)
+        values = np.array(answer["outputs"][0]["data"], np.float32).reshape(2, 5)
+        return self.serves(seed) and np.allclose(values, expected(seed), rtol=1e-5, atol=1e-5)
 
     def is_unchanged(self) -> bool:
         """Return True if the first weights are served, nothing is staged, and an update can be started."""
         served = self.answers_of(1) and self.model.generation == 0
-        return served and status(self.server)["staged"] is None and self.post(START).status == 200
+        return served and self.status["staged"] is None and self.post(START).status == 200
+
+    def ended(self) -> list[tuple[str, str, str]]:
+        """Return the call, the outcome and the user of each audited call that has ended."""
+        return [(each["call"], each["outcome"], each["who"]) for each in self.audited() if each["outcome"] != "begun"]
+
+
+@contextmanager
+def trained(model: Model, tiny: TinyArtifact, folder: Path, **admin: Any) -> Iterator[Rig]:
+    with operated(model, tiny, folder, **admin) as operator:
+        yield Rig(operator.server, tiny, folder)
 
 
 @pytest.fixture
-def rig(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> Iterator[Rig]:
-    model, audit = load(tiny.path, weight_file(1)), str(tmp_path / "audit.jsonl")
-    with administered({"tiny": model}, allow=(str(tmp_path),), audit_log=audit) as server:
-        yield Rig(server, model, lambda seed: str(weight_file(seed)), tmp_path)
+def rig(model: Model, tiny: TinyArtifact, tmp_path: Path) -> Iterator[Rig]:
+    with trained(model, tiny, tmp_path) as rig:
+        yield rig
 
 
 @pytest.fixture(scope="module")
@@ -81,52 +80,29 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """A rig whose weights no test changes."""
     folder = tmp_path_factory.mktemp("untouched")
     tiny = TinyArtifact(folder / "tiny.artifact")
-    (folder / "token").write_text(TOKEN)
-
-    def file(seed: int) -> str:
-        return str(tiny.write(folder / f"v{seed}.safetensors", tiny.values(seed)))
-
-    model = load(tiny.path, file(1))
-    with administered({"tiny": model}, allow=(str(folder),), token_file=str(folder / "token")) as server:
-        yield Rig(server, model, file, folder)
-
-
-def audited(folder: Path) -> list[tuple[str, str, str]]:
-    lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
-    return [(line["call"], line["outcome"], line["who"]) for line in lines if line["outcome"] != "begun"]
+    with trained(load(tiny.path, tiny.write(folder / "v1", tiny.values(1))), tiny, folder) as rig:
+        yield rig
 
 
 def test_an_update_from_disk(rig: Rig) -> None:
     first = rig.model.weights_id
     assert rig.info() == {"weight_version": first, "weights_id": first, "generation": 0, "labels": {}}
-    done = rig.post(FROM_DISK, {"model_path": rig.file(2), "weight_version": "step 7"})
+    done = rig.post(FROM_DISK, {"model_path": rig.path(2), "weight_version": "step 7"})
     said = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
     assert (done.status, done.json) == (200, said)
     assert rig.answers_of(2)
-    assert rig.info() == {
-        "weight_version": "step 7",
-        "weights_id": rig.model.weights_id,
-        "generation": 1,
-        "labels": {},
-    }
+    named = {"weight_version": "step 7", "weights_id": rig.model.weights_id}
+    assert rig.info() == named | {"generation": 1, "labels": {}}
     assert rig.model.history[-1].by == "token"
-    assert audited(rig.folder) == [("update_weights_from_disk", "done", "token")]
+    assert rig.ended() == [("update_weights_from_disk", "done", "token")]
 
 
 def test_fields_that_mean_nothing_here(rig: Rig) -> None:
-    fields = {
-        "load_format": "auto",
-        "abort_all_requests": True,
-        "weight_version": None,
-        "is_async": True,
-        "torch_empty_cache": True,
-        "keep_pause": True,
-        "recapture_cuda_graph": True,
-        "token_step": 12,
-        "flush_cache": False,
-        "manifest": None,
-    }
-    assert rig.post(FROM_DISK, {"model_path": rig.file(2)} | fields).status == 200
+    fields = {"load_format": "auto", "weight_version": None, "token_step": 12, "flush_cache": False, "manifest": None}
+    fields |= dict.fromkeys(
+        ("abort_all_requests", "is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph"), True
+    )
+    assert rig.post(FROM_DISK, {"model_path": rig.path(2)} | fields).status == 200
     assert rig.answers_of(2)
     assert rig.info()["weight_version"] == rig.model.weights_id
 
@@ -145,40 +121,40 @@ def test_the_lifecycle_of_an_update(rig: Rig, as_list: bool) -> None:
     bodies = [None, {"is_checkpoint_format": True}, b"not even JSON"]
     for seed, body in zip((2, 3, 4), bodies, strict=True):
         assert rig.post(START, body).json == {"message": "Weight update started"}
-        info = {"path": in_a_directory(rig.file(seed)) if as_list else rig.file(seed)}
+        info = {"path": in_a_directory(rig.path(seed)) if as_list else rig.path(seed)}
         done = rig.post(UPDATE, {"update_info": [info] if as_list else info})
         assert (done.status, done.json) == (200, {"message": "Weights updated"})
         assert rig.answers_of(seed - 1)
-        assert status(rig.server)["staged"]["ready"]
+        assert rig.status["staged"]["ready"]
         version = {"weight_version": f"v{seed}"} if seed < 4 else None
         assert rig.post(FINISH, version).json == {"message": "Weight update finished"}
         assert rig.answers_of(seed)
         assert rig.info()["weight_version"] == (f"v{seed}" if seed < 4 else rig.model.weights_id)
-    calls = [name for name, outcome, _ in audited(rig.folder) if outcome == "done"]
+    calls = [name for name, outcome, _ in rig.ended() if outcome == "done"]
     assert calls == ["init_weight_transfer_engine"] + 3 * ["start_weight_update", "update_weights", FINISH[1:]]
 
 
 def test_a_version_is_that_of_the_weights(rig: Rig, tiny: TinyArtifact) -> None:
     """Also after a rollback; weights that no trainer has named have their label, or else their id."""
     for seed in (2, 3):
-        rig.post(FROM_DISK, {"model_path": rig.file(seed), "weight_version": f"v{seed}"})
-    change(rig.server, "rollback", why="slower")
+        rig.post(FROM_DISK, {"model_path": rig.path(seed), "weight_version": f"v{seed}"})
+    rig.change("rollback", why="slower")
     assert rig.info()["weight_version"] == "v2"
     labelled = tiny.write(rig.folder / "labelled.safetensors", tiny.values(4), labels={"weight_version": "v4"})
-    change(rig.server, "swap", source=str(labelled), why="faster")
+    rig.change("swap", labelled, why="faster")
     assert (rig.info()["weight_version"], rig.info()["labels"]) == ("v4", {"weight_version": "v4"})
-    change(rig.server, "swap", source=rig.file(5), why="weight_versions are long")
+    rig.change("swap", 5, why="weight_versions are long")
     assert rig.info()["weight_version"] == rig.model.weights_id
 
 
 def test_digests_are_those_that_the_file_records(rig: Rig) -> None:
-    stamp = stamp_of(rig.file(1))
+    stamp = stamp_of(rig.path(1))
     assert stamp is not None
     checksums = rig.post(CHECKER, {"action": "checksum"}).json
     assert checksums == {"checksums": dict(stamp.digests)}
     same = {"action": "compare", "baseline": checksums["checksums"]}
     assert rig.post(CHECKER, same).json == {"match": True, "mismatches": []}
-    rig.post(FROM_DISK, {"model_path": rig.file(2)})
+    rig.post(FROM_DISK, {"model_path": rig.path(2)})
     missing = {name: digest for name, digest in checksums["checksums"].items() if name != "bias"} | {"more": "x"}
     found = rig.post(CHECKER, {"action": "compare", "baseline": missing}).json
     assert found == {"match": False, "mismatches": ["bias", "more", "steps", "tied", "weight"]}
@@ -191,13 +167,13 @@ def nan(rig: Rig, tiny: TinyArtifact) -> str:
 
 def truncated(rig: Rig, tiny: TinyArtifact) -> str:
     path = rig.folder / "short.safetensors"
-    path.write_bytes(Path(rig.file(2)).read_bytes()[:-3])
+    path.write_bytes(rig.file(2).read_bytes()[:-3])
     return str(path)
 
 
 def of_other_outputs(rig: Rig, tiny: TinyArtifact) -> str:
     """Return weights whose goldens are those of others."""
-    path = Path(rig.file(2))
+    path = rig.file(2)
     stamp = stamp_of(path)
     assert stamp is not None
     tensors, document = hand_made(tiny, rig.folder)
@@ -237,7 +213,7 @@ def test_weights_that_are_refused_change_nothing(
     assert rig.post(FINISH).status == 409
     assert rig.is_unchanged()
     assert rig.info()["weight_version"] == rig.model.weights_id
-    assert [each[1] for each in audited(rig.folder)] == ["refused", "done", "refused", "refused", "done"]
+    assert [each[1] for each in rig.ended()] == ["refused", "done", "refused", "refused", "done"]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +260,7 @@ def test_what_cannot_be_meant_or_taken_changes_nothing(untouched: Rig, path: str
         assert untouched.post(START).status == 200
     if staged:
         assert untouched.update(2).status == 200
-    raw = body if isinstance(body, bytes) else json.dumps(body).replace("{file}", untouched.file(2)).encode()
+    raw = body if isinstance(body, bytes) else json.dumps(body).replace("{file}", untouched.path(2)).encode()
     refused = untouched.post(path, raw)
     assert (refused.status, refused.json["kind"]) == (400, "BadRequest")
     assert said in refused.json["error"]
@@ -317,7 +293,7 @@ def test_of_two_trainers_one_is_told_so(rig: Rig) -> None:
     assert rig.update(2).status == 200
     refused = rig.post(START)
     assert (refused.status, "already" in refused.json["error"]) == (409, True)
-    beside = rig.post(FROM_DISK, {"model_path": rig.file(3)})
+    beside = rig.post(FROM_DISK, {"model_path": rig.path(3)})
     assert (beside.status, beside.json["kind"]) == (400, "Conflict")
     assert "an update has been started by token already; finish it" in beside.json["message"]
     assert rig.answers_of(1)
@@ -331,18 +307,16 @@ def as_user(rig: Rig, name: str, path: str, body: Any = b"") -> Reply:
 
 
 @pytest.fixture
-def shared(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> Iterator[Rig]:
+def shared(model: Model, tiny: TinyArtifact, tmp_path: Path) -> Iterator[Rig]:
     """A server with tokens for `anna` and `bert`."""
-    model = load(tiny.path, weight_file(1))
-    (tmp_path / "tokens").write_text("anna annaannaannaannaannaannaannaanna\nbert bertbertbertbertbertbertbertbert\n")
-    tokens = str(tmp_path / "tokens")
-    with administered({"tiny": model}, allow=(str(tmp_path),), token_file=tokens) as server:
-        yield Rig(server, model, lambda seed: str(weight_file(seed)), tmp_path)
+    (tmp_path / "tokens").write_text("".join(f"{name} {name * 8}\n" for name in ("anna", "bert")))
+    with trained(model, tiny, tmp_path, token_file=str(tmp_path / "tokens")) as rig:
+        yield rig
 
 
 def test_an_update_is_of_the_token_that_started_it(shared: Rig) -> None:
     def update(name: str, seed: int) -> int:
-        return as_user(shared, name, UPDATE, {"update_info": {"path": shared.file(seed)}}).status
+        return as_user(shared, name, UPDATE, {"update_info": {"path": shared.path(seed)}}).status
 
     assert (as_user(shared, "anna", START).status, update("anna", 2)) == (200, 200)
     assert as_user(shared, "bert", INIT, {"init_info": {}}).status == 200
@@ -350,73 +324,70 @@ def test_an_update_is_of_the_token_that_started_it(shared: Rig) -> None:
     for refused in (as_user(shared, "anna", FINISH), as_user(shared, "anna", FINISH, b"{")):
         assert refused.status in (400, 409)
     assert update("anna", 2) == 409
-    assert serves(shared.model, 1)
+    assert shared.serves(1)
     assert as_user(shared, "bert", FINISH, {"weight_version": "b"}).status == 200  # what others tried changed nothing
-    assert serves(shared.model, 3)
+    assert shared.serves(3)
     assert shared.model.history[-1].by == "bert"
 
 
 def test_the_reason_is_kept_whoever_commits(shared: Rig) -> None:
-    source = {"source": shared.file(2), "why": "to try"}
+    source = {"source": shared.path(2), "why": "to try"}
     assert as_user(shared, "anna", "/admin/models/tiny/stage", source).status == 200
     assert as_user(shared, "bert", "/admin/models/tiny/commit", {"why": "it is better"}).status == 200
     receipts = as_user(shared, "bert", "/admin/models/tiny/history", None).json["receipts"]
     assert (receipts[-1]["why"], receipts[-1]["by"]) == ("it is better", "anna")
 
 
-def test_a_finish_that_comes_too_early_can_be_repeated(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def staging_held(rig: Rig, pool: ThreadPoolExecutor) -> Iterator[Future[Reply]]:
+    """Yield an update to the weights of seed 2, whose staging waits for the end of the block."""
     begun, go_on = Event(), Event()
 
-    def wait(event: receipt.Event) -> None:
-        if event.kind == "staging":
+    def wait(event: weightswap_runtime.Event) -> None:
+        if event.kind == "staging" and not go_on.is_set():
             begun.set()
             go_on.wait(20)
 
-    unlisten = rig.model.listen(wait)
+    rig.model.listen(wait)
     assert rig.post(START).status == 200
+    update = pool.submit(rig.update, 2)
+    assert begun.wait(20)
+    yield update
+    go_on.set()
+
+
+def test_a_finish_that_comes_too_early_can_be_repeated(rig: Rig) -> None:
     with ThreadPoolExecutor(1) as pool:
-        update = pool.submit(rig.update, 2)
-        assert begun.wait(20)
-        early = rig.post(FINISH)
-        assert (early.status, early.json["kind"]) == (409, "StagingBusy")
-        go_on.set()
+        with staging_held(rig, pool) as update:
+            early = rig.post(FINISH)
+            assert (early.status, early.json["kind"]) == (409, "StagingBusy")
         assert update.result(20).status == 200
-    unlisten()
     assert rig.post(FINISH).status == 200
     assert rig.answers_of(2)
 
 
-def test_trainers_heed_a_hold_and_what_was_withdrawn(rig: Rig, weight_file: WriteWeights) -> None:
-    desired_store = DesiredStore(rig.folder)
-    desired_store.set(weight_file(1), revision=0, by="ci")
-    desired_store.set(weight_file(2), revision=1, by="ci")
-    rig.model.follow(rig.folder, 0.05)
-    until(lambda: serves(rig.model, 2))
+def test_trainers_heed_a_hold_and_what_was_withdrawn(rig: Rig, desired_store: DesiredStore) -> None:
+    desired_store.set(rig.file(2), revision=1, by="ci")
+    rig.model.follow(desired_store, 0.05)
+    assert eventually(lambda: rig.serves(2))
     desired_store.rollback(revision=2, by="ann", why="slow", hold=True)
-    until(lambda: serves(rig.model, 1))
+    assert eventually(lambda: rig.serves(1))
     for seed, reason in ((3, "held"), (2, "superseded")):
-        refused = rig.post(FROM_DISK, {"model_path": rig.file(seed)})
+        refused = rig.post(FROM_DISK, {"model_path": rig.path(seed)})
         assert (refused.status, refused.json["kind"], refused.json["reason"]) == (400, "NotPromoted", reason)
         assert (rig.post(START).status, rig.update(seed).status, rig.post(FINISH).status) == (200, 200, 409)
-        assert serves(rig.model, 1)
+        assert rig.serves(1)
     desired_store.release(revision=3)
-    assert rig.post(FROM_DISK, {"model_path": rig.file(3)}).status == 200
-    assert serves(rig.model, 3)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+    assert rig.post(FROM_DISK, {"model_path": rig.path(3)}).status == 200
+    assert rig.serves(3)
 
 
 def test_a_version_is_that_of_the_last_time_that_weights_came(rig: Rig) -> None:
     for version, known in (("six", "six"), (None, None), ("", None), ("a=b", "a=b")):
-        body = {"model_path": rig.file(2)} | ({} if version is None else {"weight_version": version})
+        body = {"model_path": rig.path(2)} | ({} if version is None else {"weight_version": version})
         assert rig.post(FROM_DISK, body).status == 200
         assert rig.info()["weight_version"] == (known or rig.model.weights_id)
-        assert rig.post(FROM_DISK, {"model_path": rig.file(3)}).status == 200
+        assert rig.post(FROM_DISK, {"model_path": rig.path(3)}).status == 200
 
 
 def test_a_name_that_no_file_has_is_refused(rig: Rig) -> None:
@@ -430,32 +401,19 @@ def test_a_trainer_that_begins_anew_discards_what_its_predecessor_left(rig: Rig)
         assert rig.post(START).status == 200
         assert not steps or rig.update(2).status == 200
         assert rig.post(INIT, {"init_info": {}}).status == 200
-        assert status(rig.server)["staged"] is None
+        assert rig.status["staged"] is None
         assert rig.post(FINISH).status == 409
     assert rig.is_unchanged()
     assert (rig.update(3).status, rig.post(FINISH).status, rig.answers_of(3)) == (200, 200, True)
 
 
 def test_a_trainer_that_begins_anew_breaks_off_a_staging(rig: Rig) -> None:
-    begun, go_on = Event(), Event()
-
-    def wait(event: receipt.Event) -> None:
-        if event.kind == "staging" and not go_on.is_set():
-            begun.set()
-            go_on.wait(20)
-
-    rig.model.listen(wait)
-    assert rig.post(START).status == 200
     with ThreadPoolExecutor(2) as pool:
-        update = pool.submit(rig.update, 2)
-        assert begun.wait(20)
-        anew = pool.submit(rig.post, INIT, {"init_info": {}})
-        assert rig.server.admin is not None
-        staging = rig.server.admin.models["tiny"]._changes.open[0]
-        limit = time.monotonic() + 20
-        while not staging.is_discarded:
-            assert time.monotonic() < limit
-        go_on.set()
+        with staging_held(rig, pool) as update:
+            anew = pool.submit(rig.post, INIT, {"init_info": {}})
+            assert rig.server.admin is not None
+            staging = rig.server.admin.models["tiny"]._changes.open[0]
+            assert eventually(lambda: staging.is_discarded)
         assert (update.result(20).json["kind"], anew.result(20).status) == ("StageCancelled", 200)
     assert rig.post(FINISH).status == 409
     assert rig.is_unchanged()
@@ -463,19 +421,14 @@ def test_a_trainer_that_begins_anew_breaks_off_a_staging(rig: Rig) -> None:
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_what_a_dead_trainer_leaves_ends_with_the_timeout(
-    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path, is_staged: bool
+    model: Model, tiny: TinyArtifact, tmp_path: Path, is_staged: bool
 ) -> None:
-    model = load(tiny.path, weight_file(1))
-    with administered({"tiny": model}, allow=(str(tmp_path),), staged_timeout=GIVEN_UP_AFTER) as server:
-        rig = Rig(server, model, lambda seed: str(weight_file(seed)), tmp_path)
+    with trained(model, tiny, tmp_path, staged_timeout=GIVEN_UP_AFTER) as rig:
         assert rig.post(START).status == 200
         assert not is_staged or rig.update(2).status == 200
-        limit = time.monotonic() + 20
-        while rig.post(START).status == 409:
-            assert time.monotonic() < limit
-            time.sleep(0.01)
+        assert eventually(lambda: rig.post(START).status == 200)
         assert rig.answers_of(1)
-        assert status(server)["staged"] is None
+        assert rig.status["staged"] is None
 
 
 @pytest.mark.parametrize("path", [UPDATE, FINISH])
@@ -493,25 +446,26 @@ def test_a_step_that_comes_too_late_is_refused(rig: Rig, path: str, monkeypatch:
 def test_operators_and_trainers_do_not_commit_each_others_weights(rig: Rig) -> None:
     rig.post(START)
     assert rig.update(2).status == 200
-    assert change(rig.server, "discard").status == 200
-    assert change(rig.server, "stage", source=rig.file(2)).status == 200  # the same weights, by an operator
+    assert rig.change("discard").status == 200
+    assert rig.change("stage", 2).status == 200  # the same weights, by an operator
     refused = rig.post(FINISH)
     assert (refused.status, refused.json["kind"]) == (409, "StageClosed")
     assert rig.answers_of(1)
-    assert status(rig.server)["staged"]["ready"]  # still the operator's
+    assert rig.status["staged"]["ready"]  # still the operator's
     rig.post(START)
     refused = rig.update(3)
     assert (refused.status, refused.json["kind"]) == (409, "StagingBusy")
     assert rig.post(INIT, {"init_info": {}}).status == 200
-    assert status(rig.server)["staged"]["ready"]
-    assert change(rig.server, "commit").status == 200
+    assert rig.status["staged"]["ready"]
+    assert rig.change("commit").status == 200
     assert rig.answers_of(2)
 
 
-def test_a_commit_that_fails_leaves_nothing_staged(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(staged: Staged, **options: Any) -> Any:
-        raise WaitTimeout("calls hold the memory")
+def fail(staged: Staged, **options: Any) -> Any:
+    raise WaitTimeout("calls hold the memory")
 
+
+def test_a_commit_that_fails_leaves_nothing_staged(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.post(START)
     assert rig.update(2).status == 200
     with monkeypatch.context() as patch:
@@ -562,34 +516,25 @@ def test_nothing_is_told_of_weights_that_are_not_there(tiny: TinyArtifact, weigh
 
 
 @pytest.fixture
-def desired_store(rig: Rig) -> DesiredStore:
-    """A desired store that the model follows."""
-    (rig.folder / "service").mkdir()
-    found = DesiredStore(rig.folder / "service")
-    found.set(rig.file(1), revision=0, by="ana")
-    assert change(rig.server, "follow", desired_store=found.where, interval=30).status == 200
-    return found
+def followed(rig: Rig, desired_store: DesiredStore) -> DesiredStore:
+    return rig.follow(desired_store)
 
 
 def test_where_a_desired_store_is_followed_the_weights_become_desired(
-    rig: Rig, desired_store: DesiredStore, tiny: TinyArtifact
+    rig: Rig, followed: DesiredStore, tiny: TinyArtifact
 ) -> None:
-    done = rig.post(FROM_DISK, {"model_path": rig.file(2), "weight_version": "v2"})
+    done = rig.post(FROM_DISK, {"model_path": rig.path(2), "weight_version": "v2"})
     assert (done.status, rig.answers_of(2)) == (200, True)
-    state = desired_store.read()
+    state = followed.read()
     assert state.weights is not None
     assert (state.revision, state.weights.weights_id, state.weights.by) == (2, rig.model.weights_id, "token")
     rig.post(START)
     assert rig.update(3).status == 200
-    assert desired_store.read().revision == 2
+    assert followed.read().revision == 2
     assert rig.post(FINISH, {"weight_version": "v3"}).status == 200
-    assert (desired_store.read().revision, desired_store.read().weights_id, rig.answers_of(3)) == (
-        3,
-        rig.model.weights_id,
-        True,
-    )
+    assert (followed.read().revision, followed.read().weights_id, rig.answers_of(3)) == (3, rig.model.weights_id, True)
     assert rig.info()["weight_version"] == "v3"
-    with load(tiny.path) as other, other.follow(desired_store.where, 0.02) as follower:
+    with load(tiny.path) as other, other.follow(followed.where, 0.02) as follower:
         assert follower.wait(60)
         with administered({"tiny": other}) as server:
             assert call(server, INFO).json["weight_version"] == "v3"  # every follower knows it
@@ -598,21 +543,18 @@ def test_where_a_desired_store_is_followed_the_weights_become_desired(
     assert rig.post(UPDATE, {"update_info": {"path": nan(rig, tiny)}}).status == 422
     rig.post(START)
     assert rig.update(4).status == 200
-    desired_store.set(rig.file(5), revision=3, by="bo")
+    followed.set(rig.path(5), revision=3, by="bo")
     overtaken = rig.post(FINISH)
     assert (overtaken.status, overtaken.json["kind"]) == (409, "RevisionConflict")
-    assert (desired_store.read().revision, status(rig.server)["staged"]) == (4, None)
+    assert (followed.read().revision, rig.status["staged"]) == (4, None)
     assert rig.post(START).status == 200
 
 
 def test_weights_that_are_desired_but_not_served_yet_are_no_success(
-    rig: Rig, desired_store: DesiredStore, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, followed: DesiredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(staged: Staged, **options: Any) -> Any:
-        raise WaitTimeout("calls hold the memory")
-
     monkeypatch.setattr("weightswap_server.admin.journal._TIMEOUT", 0.2)
     monkeypatch.setattr(Staged, "commit", fail)
-    refused = rig.post(FROM_DISK, {"model_path": rig.file(2)})
+    refused = rig.post(FROM_DISK, {"model_path": rig.path(2)})
     assert (refused.status, refused.json["kind"]) == (400, "NotServed")
-    assert (desired_store.read().revision, rig.answers_of(1)) == (2, True)
+    assert (followed.read().revision, rig.answers_of(1)) == (2, True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,22 @@ import pytest
 import torch
 import tritonclient.grpc
 import tritonclient.http
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from safetensors.torch import save_file
 from torch import nn
 from torch.export import Dim
 from tritonclient.utils import InferenceServerException
 
 from tests.support import warm
-from tests.support.administered import BEARER, TOKEN, administered, call, change, status
-from tests.support.served import Reply, as_json, ask, occupied, serving
+from tests.support.administered import BEARER, administered, call, change, status
+from tests.support.exported import exported
+from tests.support.keys import write_keys
+from tests.support.served import Reply, as_json, ask, await_queued, clients, occupied, serving
 from tests.support.watched import eventually
 from weightswap_exporter import export, export_decoder, pack
-from weightswap_runtime import Model, SwapError, UnknownName, load
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime import Model, SwapError, UnknownName, Unsupported, load
 from weightswap_server import Server
 from weightswap_server.serving import ModelSource, variants_of
 from weightswap_server.signed_weights import SignatureRefused, requires, sign
-from weightswap_server.workers.manager import check_shareable
 
 WIDTH = 4
 INFER = "/v2/models/tuned/infer"
@@ -73,15 +69,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An artifact, the weights 0 and 1, and the variants a, b and c."""
     folder = tmp_path_factory.mktemp("tuned")
     batch = {"x": {0: Dim("batch", max=64)}}
-    export(
-        Tuned(0),
-        (torch.from_numpy(X),),
-        out=folder / "tuned.artifact",
-        dynamic_shapes=batch,
-        variants={"low": "low_*"},
-    )
+    artifact, groups = folder / "tuned.artifact", {"low": "low_*"}
+    export(Tuned(0), (torch.from_numpy(X),), out=artifact, dynamic_shapes=batch, variants=groups)
     for base in (0, 1):
-        pack(Tuned(base), folder / "tuned.artifact", out=folder / f"{base}.safetensors")
+        pack(Tuned(base), artifact, out=folder / f"{base}.safetensors")
     for name in "abc":
         save_file(low(name), folder / f"{name}.safetensors")
     return folder
@@ -159,10 +150,7 @@ def test_what_cannot_be_chosen(server: Server, variant: Any, status: int, says: 
 
 
 def test_a_model_without_variants(folder: Path) -> None:
-    plain = nn.Linear(WIDTH, WIDTH).eval()
-    export(plain, (torch.from_numpy(X),), out=folder / "plain.artifact")
-    pack(plain, folder / "plain.artifact", out=folder / "plain.safetensors")
-    with serving({"tuned": load(folder / "plain.artifact", folder / "plain.safetensors")}) as server:
+    with serving({"tuned": exported(nn.Linear(WIDTH, WIDTH).eval(), (torch.from_numpy(X),), folder)}) as server:
         found = ask(server, INFER, {**as_json(input=X), "parameters": {"variant": "low=a"}})
         assert (found.status, "declares no variants" in found.error, str(folder) in found.error) == (404, True, False)
         assert "variants" not in ask(server, "/v2/models/tuned").json["parameters"]
@@ -172,82 +160,63 @@ def test_a_batch_has_one_choice(model: Model) -> None:
     """Waiting calls with the same choice are batched, and each gets its own answer."""
     wanted = ["a", "", "b", "a", "b", "", "a", "a"]
     with serving({"tuned": model}, max_batch=32) as server:
-        served = server.service.served[0]
-        together: list[int] = []
-        observe = served.thread._observe
-        served.thread._observe = lambda *seen: (together.append(seen[-1]), observe(*seen))
         with ThreadPoolExecutor(len(wanted)) as pool:
             with occupied(server):
                 found = [pool.submit(ask, server, INFER, body(f"low={name}" if name else None)) for name in wanted]
-                assert eventually(lambda: served.thread.queued == len(wanted))
+                await_queued(server, len(wanted))
             for name, each in zip(wanted, found, strict=True):
                 np.testing.assert_array_equal(outputs(each.result(20)), expected(0, name))
-        assert Counter(together) == {4: 4, 2: 4}  # by answer: how many went as one
+        metrics = ask(server, "/metrics").body.decode()
+        for size, answers in ((1, 0), (2, 4), (4, 8)):  # answers by how many went as one, at most
+            labels = f'le="{size:.1f}",model="tuned",weights_id="{model.weights_id}"'
+            assert f"weightswap_server_batch_calls_bucket{{{labels}}} {answers:.1f}\n" in metrics
 
 
-def test_each_answer_is_from_the_weights_that_it_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_answer_is_from_the_weights_that_it_names(folder: Path) -> None:
     """Under load, batched, while the base is swapped, and variants are replaced, removed and added."""
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
     model = load(folder / "tuned.artifact", folder / "0.safetensors")
     bases, names = {str(model.weights_id): 0}, {}
     for name in "abc":
         names[f"low={model.add_variant('low', 'x', folder / f'{name}.safetensors').weights_id}"] = name
     with administered({"tuned": model}, allow=(str(folder),), serving={"max_batch": 16}) as server:
         bases[change(server, "swap", "tuned", source=str(folder / "1.safetensors")).json["receipt"]["weights_id"]] = 1
-        ended = False
+        asked = count()
 
-        def client(number: int) -> Counter[tuple[int, str]]:
-            found: Counter[tuple[int, str]] = Counter()
-            connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20)
-            with closing(connection):
-                while not ended:
-                    x = np.full((1 + number % 3, WIDTH), found.total() % 50, np.float32)
-                    connection.request("POST", INFER, json.dumps(body("low=x" if number % 2 else None, x)))
-                    reply = connection.getresponse()
-                    said = json.loads(reply.read())
-                    if reply.status == 404:
-                        assert "low has no 'x' here" in said["error"]
-                        continue
-                    assert reply.status == 200, said
-                    key = bases[said["parameters"]["weights_id"]], names.get(said["parameters"].get("variant"), "")
-                    assert bool(key[1]) == bool(number % 2)
-                    data = np.asarray(said["outputs"][0]["data"], np.float32).reshape(x.shape)
-                    np.testing.assert_array_equal(data, expected(*key, x))
-                    found[key] += 1
-            return found
+        def client(number: int) -> tuple[int, str] | None:
+            x = np.full((1 + number % 3, WIDTH), next(asked) % 50, np.float32)
+            found = ask(server, INFER, body("low=x" if number % 2 else None, x))
+            if found.status == 404:
+                assert "low has no 'x' here" in found.error
+                return None
+            said = found.json["parameters"]
+            key = bases[said["weights_id"]], names.get(said.get("variant"), "")
+            assert bool(key[1]) == bool(number % 2)
+            np.testing.assert_array_equal(outputs(found), expected(*key, x))
+            return key
 
-        with ThreadPoolExecutor(4) as pool:
-            clients = [pool.submit(client, number) for number in range(4)]
-            try:
-                for turn in range(24):
-                    source = str(folder / f"{'abc'[turn % 3]}.safetensors")
-                    added = change(server, "add_variant", "tuned", group="low", name="x", source=source)
-                    assert added.status == 200, added.body
-                    source = str(folder / f"{turn % 2}.safetensors")
-                    assert change(server, "swap", "tuned", source=source).status == 200
-                    if turn % 5 == 4:
-                        assert change(server, "remove_variant", "tuned", group="low", name="x").status == 200
-            finally:
-                ended = True
-            seen = sum((each.result(20) for each in clients), Counter())
-    assert {key for key, count in seen.items() if count} >= {(base, name) for base in (0, 1) for name in ("", *"abc")}
+        with clients(client) as seen:
+            for turn in range(24):
+                variant, base = (str(folder / f"{name}.safetensors") for name in ("abc"[turn % 3], turn % 2))
+                added = change(server, "add_variant", "tuned", group="low", name="x", source=variant)
+                assert added.status == 200, added.body
+                assert change(server, "swap", "tuned", source=base).status == 200
+                if turn % 5 == 4:
+                    assert change(server, "remove_variant", "tuned", group="low", name="x").status == 200
+    assert seen.keys() >= {(base, name) for base in (0, 1) for name in ("", *"abc")}
 
 
-def test_a_canary_answers_with_the_same_choice(folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_canary_answers_with_the_same_choice(folder: Path, model: Model) -> None:
     """In its own answers, and in those that the shadow compares."""
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
     with administered({"tuned": model}, allow=(str(folder),)) as server:
-        assert (
-            change(server, "canary", "tuned", source=str(folder / "1.safetensors"), share=0.5, shadow=True).status
-            == 200
-        )
+        other = str(folder / "1.safetensors")
+        assert change(server, "canary", "tuned", source=other, share=0.5, shadow=True).status == 200
         for _ in range(10):
             found = ask(server, INFER, body("low=a"))
             base = 0 if found.json["parameters"]["generation"] == 0 else 1
             np.testing.assert_array_equal(outputs(found), expected(base, "a"))
             assert found.json["parameters"]["variant"] == f"low={model.variants['low']['a'].weights_id}"
         assert change(server, "discard", "tuned").status == 200
-        assert change(server, "canary", "tuned", source=str(folder / "1.safetensors"), shadow=True).status == 200
+        assert change(server, "canary", "tuned", source=other, shadow=True).status == 200
         for _ in range(5):
             assert ask(server, INFER, body("low=a")).status == 200
         assert eventually(lambda: status(server, "tuned")["canary"]["values"]["compared"] == 5)
@@ -255,8 +224,7 @@ def test_a_canary_answers_with_the_same_choice(folder: Path, model: Model, monke
         assert status(server, "tuned")["canary"]["values"]["max_abs"] == pytest.approx(furthest)
 
 
-def test_operators_add_and_remove(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+def test_operators_add_and_remove(folder: Path, tmp_path: Path) -> None:
     model, audit = load(folder / "tuned.artifact", folder / "0.safetensors"), tmp_path / "audit.jsonl"
     with administered({"tuned": model}, allow=(str(folder),), audit_log=str(audit)) as server:
         assert status(server, "tuned")["variants"] == {"low": {}}
@@ -266,7 +234,7 @@ def test_operators_add_and_remove(folder: Path, tmp_path: Path, monkeypatch: pyt
         assert (found.status, receipt["kind"], receipt["by"]) == (200, "added", "token")
         assert found.json["status"]["variants"] == {"low": {"a": receipt["weights_id"]}}
         np.testing.assert_array_equal(outputs(ask(server, INFER, body("low=a"))), expected(0, "a"))
-        refused = [
+        for wrong, code in (
             ({"source": "/etc/passwd"}, 403),
             ({"group": "high"}, 404),
             ({"name": "a,b"}, 400),
@@ -274,8 +242,7 @@ def test_operators_add_and_remove(folder: Path, tmp_path: Path, monkeypatch: pyt
             ({"source": str(folder / "0.safetensors")}, 422),
             ({"expect": "0" * 64}, 422),
             ({"base": "0" * 64}, 400),
-        ]
-        for wrong, code in refused:
+        ):
             found = change(server, "add_variant", "tuned", **{**asked, **wrong})
             assert found.status == code, (wrong, found.body)
             assert status(server, "tuned")["variants"] == {"low": {"a": receipt["weights_id"]}}
@@ -284,9 +251,8 @@ def test_operators_add_and_remove(folder: Path, tmp_path: Path, monkeypatch: pyt
         assert ask(server, INFER, body("low=a")).status == 404
         assert "AddVariantRequest" in call(server, "/openapi.json", headers=BEARER).json["components"]["schemas"]
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
-    assert [(line["call"], line["outcome"]) for line in lines[:2]] == [
-        ("add_variant", "begun"),
-        ("add_variant", "done"),
+    assert [(each["call"], each["outcome"]) for each in lines[:2]] == [
+        ("add_variant", way) for way in ("begun", "done")
     ]
 
 
@@ -311,18 +277,14 @@ def test_what_is_admitted_holds_for_variants(folder: Path) -> None:
 
 def test_a_required_signature_is_required_of_variants(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("model_signing")
-    key = ec.generate_private_key(ec.SECP256R1())
-    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    (tmp_path / "key").write_bytes(secret)
-    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    (tmp_path / "key.pem").write_bytes(public)
-    model = load(folder / "tuned.artifact", admit=requires(str(tmp_path / "key.pem")))
+    write_keys(tmp_path, "ours")
+    model = load(folder / "tuned.artifact", admit=requires(str(tmp_path / "ours.pem")))
     path = tmp_path / "a.safetensors"
     save_file(low("a"), path)
-    with pytest.raises(SignatureRefused, match="not signed"):
+    with pytest.raises(SignatureRefused):
         model.add_variant("low", "a", path)
     unheld = load(folder / "tuned.artifact").add_variant("low", "a", path)
-    Path(f"{path}.sig").write_bytes(sign(unheld.weights_id, str(tmp_path / "key")))
+    Path(f"{path}.sig").write_bytes(sign(unheld.weights_id, str(tmp_path / "ours.key")))
     assert model.add_variant("low", "a", path).weights_id == unheld.weights_id
 
 
@@ -375,10 +337,7 @@ def streamed(server: Server, parameters: Any) -> tuple[list[int], set[str]]:
 def test_the_command_has_variants_from_the_start(folder: Path) -> None:
     options = ["--variant", f"low={folder / 'a.safetensors'}", "--variant", f"low/acme={folder / 'b.safetensors'}"]
     found = serve(folder, *options, "--max-variants", "1")
-    assert (found.returncode, "2 variants of low, but room for 1: give --max-variants 2" in found.stderr) == (
-        2,
-        True,
-    )
+    assert (found.returncode, "2 variants of low, but room for 1" in found.stderr) == (2, True)
     found = serve(folder, *options, "--workers", "2")
     assert (found.returncode, "--workers with --variant" in found.stderr) == (2, True)
     source = ModelSource(
@@ -399,17 +358,16 @@ def serve(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("wrong", ["low", "=a", "low=", "low/=a", "a b=c", "lo,w=a"])
-def test_options_that_name_no_variant(wrong: str) -> None:
-    with pytest.raises(Unsupported, match="expected group=PATH or group/name=PATH"):
-        variants_of([wrong])
-
-
-def test_two_of_one_name() -> None:
-    with pytest.raises(Unsupported, match="two of low are named a; give group/name=PATH"):
-        variants_of(["low=x/a.safetensors", "low=y/a"])
-
-
-def test_workers_have_none() -> None:
-    with pytest.raises(Unsupported, match=r"--workers with --variant.*Leave --workers out, or start several servers"):
-        check_shareable(ModelSource(artifact="a", weights="w", variants=variants_of(["low=a"])))
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        *(
+            ([each], "expected group=PATH or group/name=PATH")
+            for each in ("low", "=a", "low=", "low/=a", "a b=c", "lo,w=a")
+        ),
+        (["low=x/a.safetensors", "low=y/a"], "two of low are named a; give group/name=PATH"),
+    ],
+)
+def test_options_that_name_no_variant(wrong: list[str], says: str) -> None:
+    with pytest.raises(Unsupported, match=says):
+        variants_of(wrong)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,23 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from prometheus_client import generate_latest
-from typer.testing import CliRunner
 
-from tests import ROOT
-from tests.server.worker_processes import Fleet, children_of, eventually, serving, started
-from tests.support import warm
+from tests.server import load
+from tests.server.worker_processes import Fleet, eventually, operated, serving, started
 from tests.support.administered import TOKEN
+from tests.support.commands import run
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported, metrics
-from weightswap_runtime.transfer.admin_client import AdminClient, AdminRefused
 from weightswap_server import ModelSource, Settings
+from weightswap_server.serving import variants_of
 from weightswap_server.workers.child_main import ChildTask, ManagerConnection, Role, Totals
 from weightswap_server.workers.manager import Workers, environment
-from weightswap_tools.commands.push import status_command
-from weightswap_tools.commands.serve import serve_command
 
 
 @pytest.fixture(scope="module")
@@ -42,28 +36,20 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 def _load(fleet: Fleet, folder: Path, seconds: float, every: float | None) -> Any:
     """Return the report of clients in another process, while weights are swapped."""
-    np.savez(folder / "expected.npz", **fleet.expected)
-    command = [warm.python(), "-m", "tests.server.load", str(fleet.http_port), str(fleet.grpc_port)]
-    client = subprocess.Popen(
-        [*command, str(folder / "expected.npz"), str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    swaps = 0
+    client, swaps = load.start(fleet, fleet.expected, folder, seconds), 0
     while client.poll() is None:
         time.sleep(every or 0.1)
         if every is not None:
             swaps += 1
             fleet.desired_store.set(fleet.files[swaps % 3 + 1], revision=fleet.desired_store.read().revision, by="test")
-    found = json.loads(client.communicate()[0])
-    assert client.returncode == 0
-    answers = found["answers"]
-    assert (answers.pop("mixed"), answers.pop("stale"), answers.pop("failed")) == (0, 0, 0)
+    found = load.report_of(client) if every is None else load.check_all_right(client)
+    assert all(not found["answers"].get(wrong) for wrong in ("mixed", "stale", "failed"))
     print(f"{swaps} swaps, {found}")
     return found
 
 
 def test_swaps_under_load(fleet: Fleet, tmp_path: Path) -> None:
-    found = _load(fleet, tmp_path, 4, 0.3)
-    assert all(count > 10 for count in found["answers"].values())
+    _load(fleet, tmp_path, 4, 0.3)
 
 
 def test_a_commit_is_all_workers(fleet: Fleet) -> None:
@@ -72,20 +58,14 @@ def test_a_commit_is_all_workers(fleet: Fleet) -> None:
         assert {fleet.infer()[0] for _ in range(20)} == {wanted}
 
 
-SECRETS = {
-    "WEIGHTSWAP_ADMIN_TOKEN": TOKEN,
-    "AWS_ACCESS_KEY_ID": "a",
-    "AWS_SECRET_ACCESS_KEY": "s",
-    "AWS_SESSION_TOKEN": "t",
-    "AWS_WEB_IDENTITY_TOKEN_FILE": "f",
-    "GOOGLE_APPLICATION_CREDENTIALS": "g",
-    "AZURE_STORAGE_ACCOUNT_KEY": "k",
-    "AZURE_STORAGE_CONNECTION_STRING": "c",
-    "HF_TOKEN": "h",
-    "FSSPEC_S3_SECRET": "i",
-    "WEIGHTSWAP_SIGNING_PASSWORD": "p",
-    "OPENAI_API_KEY": "o",
-}
+SECRETS = {"WEIGHTSWAP_ADMIN_TOKEN": TOKEN} | dict.fromkeys(
+    (
+        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+        *("GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_CONNECTION_STRING"),
+        *("HF_TOKEN", "FSSPEC_S3_SECRET", "WEIGHTSWAP_SIGNING_PASSWORD", "OPENAI_API_KEY"),
+    ),
+    "secret",
+)
 
 
 @pytest.mark.parametrize("admin", [True, False])
@@ -95,11 +75,11 @@ def test_workers_inherit_no_secrets(admin: bool, tmp_path: Path, monkeypatch: py
         monkeypatch.setenv(name, value)
     TinyArtifact(tmp_path / "tiny.artifact")
     (tmp_path / "outbox").mkdir()
-    options = ["--watch", str(tmp_path / "outbox"), *(["--admin-socket", str(tmp_path / "admin")] if admin else [])]
-    with started(tmp_path, 1, *options) as (process, *_):
-        owner, worker = (_environment(child) for child in children_of(process.pid))
+    options = ["--watch", str(tmp_path / "outbox"), *(["--admin-socket", str(tmp_path / "s")] if admin else [])]
+    with started(tmp_path, 1, *options) as running:
+        owner, worker = (_environment(child) for child in running.children)
         if admin:
-            assert AdminClient(f"unix://{tmp_path}/admin", TOKEN).get("/admin/status")["pid"] > 0
+            assert running.operator.get("/admin/status")["pid"] > 0
     assert worker.keys() & SECRETS.keys() == set()
     assert kept.items() <= worker.items()
     assert SECRETS.keys() - owner.keys() == (set() if admin else {"WEIGHTSWAP_ADMIN_TOKEN"})
@@ -133,8 +113,7 @@ def test_a_killed_worker_is_replaced(fleet: Fleet) -> None:
     assert len(workers) == 2
     time.sleep(1.5)
     before = fleet.answered()
-    os.kill(workers[0], signal.SIGKILL)
-    eventually(lambda: len(fleet.children) == 3 and workers[0] not in fleet.children)
+    fleet.replace(workers[0])
     assert owner in fleet.children
     wanted = fleet.desire(2)  # while the new one begins
     eventually(lambda: fleet.counted("weightswap_leases") == 0.0 and fleet.answered() >= before)
@@ -161,60 +140,44 @@ def _another_seed(fleet: Fleet) -> int:
 
 
 @pytest.mark.slow
-def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
-    socket = str(tmp_path / "s")
-    options = ["--admin-socket", socket, "--admin-allow", str(tmp_path)]
-    with serving(tmp_path, 1, "-w", str(tmp_path / "1.safetensors"), *options) as fleet:
-        operator, changes = AdminClient(f"unix://{socket}", TOKEN), "/admin/models/tiny/"
-        said = operator.post(f"{changes}swap", {"source": str(fleet.files[2]), "why": "for the better"})
-        assert fleet.infer() == (said["receipt"]["weights_id"], 1)
-        said = operator.post(f"{changes}rollback", {})
-        assert fleet.infer() == (said["receipt"]["weights_id"], 2)
-        operator.post(f"{changes}stage", {"source": str(fleet.files[3])})
-        _check_processes(operator, fleet, generation=2)
-        said = operator.post(f"{changes}commit", {})
-        assert fleet.infer() == (said["receipt"]["weights_id"], 3)
-        _check_unloading(operator, fleet)
-        refused = _refuse(operator, fleet)
-        _check_taking(operator, fleet)
-        history = operator.get("/admin/models/tiny/history")  # of the owner's next but one
+def test_operators_change_what_workers_serve(tmp_path: Path) -> None:
+    with serving(tmp_path, 1, "-w", str(tmp_path / "1.safetensors"), *operated(tmp_path)) as fleet:
+
+        def change(what: str, generation: int, **fields: Any) -> None:
+            said = fleet.change(what, **fields)
+            assert fleet.infer() == (said["receipt"]["weights_id"], generation)
+
+        change("swap", 1, source=str(fleet.files[2]), why="for the better")
+        change("rollback", 2)
+        fleet.change("stage", source=str(fleet.files[3]))
+        _check_processes(fleet, generation=2)
+        change("commit", 3)
+        _check_unloading(fleet)
+        missing = str(tmp_path / "none.safetensors")
+        fleet.refused_change("stage", source=missing)
+        _check_taking(fleet)
+        history = fleet.operator.get("/admin/models/tiny/history")  # of the owner's next but one
         whys = {each["generation"]: (each["by"], each["why"]) for each in history["receipts"]}
         assert whys[1] == ("token", "for the better")
-        assert refused in [each["source"] for each in history["refusals"]]
+        assert missing in [each["source"] for each in history["refusals"]]
 
 
-def _check_taking(operator: AdminClient, fleet: Fleet) -> None:
+def _check_taking(fleet: Fleet) -> None:
     """A new owner follows what operators have made the model follow, and no longer follows what they have ended."""
-    changes = "/admin/models/tiny/"
-    operator.post(f"{changes}follow", {"desired_store": fleet.desired_store.where, "interval": 0.05})
-    _kill_owner(fleet)
+    fleet.change("follow", desired_store=fleet.desired_store.where, interval=0.05)
+    fleet.replace(fleet.children[0])
     fleet.desire(2)
-    eventually(lambda: operator.get("/admin/models/tiny")["following"] is not None)
-    operator.post(f"{changes}unfollow", {})
-    _kill_owner(fleet)
-    eventually(lambda: operator.get("/admin/models/tiny")["following"] is None)
+    eventually(lambda: fleet.status["following"] is not None)
+    fleet.change("unfollow")
+    fleet.replace(fleet.children[0])
+    eventually(lambda: fleet.status["following"] is None)
 
 
-def _refuse(operator: AdminClient, fleet: Fleet) -> str:
-    """Try weights that do not exist, and return their path."""
-    source = str(fleet.files[1].parent / "none.safetensors")
-    with pytest.raises(AdminRefused):
-        operator.post("/admin/models/tiny/stage", {"source": source})
-    return source
-
-
-def _kill_owner(fleet: Fleet) -> None:
-    owner, *_ = fleet.children
-    os.kill(owner, signal.SIGKILL)
-    eventually(lambda: len(fleet.children) == 2 and owner not in fleet.children)
-
-
-def _check_processes(operator: AdminClient, fleet: Fleet, generation: int) -> None:
+def _check_processes(fleet: Fleet, generation: int) -> None:
     """The status and the command show the owner and each worker."""
 
     def told() -> list[Any]:
-        return list(operator.get("/admin/status")["processes"])
+        return list(fleet.operator.get("/admin/status")["processes"])
 
     serving = {"generation": generation, "weights_id": fleet.infer()[0]}
     eventually(lambda: all(each["models"] == {"tiny": serving} and each["ready"] for each in told()), 5)
@@ -223,21 +186,21 @@ def _check_processes(operator: AdminClient, fleet: Fleet, generation: int) -> No
     assert (owner["role"], owner["answered"], worker["name"]) == ("owner", 0, "worker 0")
     assert [owner["pid"], worker["pid"]] == fleet.children
     assert time.time() - 60 < worker["since"] < worker["heard"] < time.time()
-    said = CliRunner().invoke(status_command, [operator.where], catch_exceptions=False).stdout
+    said = run("status", fleet.operator.where).stdout
     assert f"worker 0    generation {generation}, {serving['weights_id'][:12]}, process {worker['pid']} since" in said
     assert "SILENT" not in said
 
 
-def _check_unloading(operator: AdminClient, fleet: Fleet) -> None:
+def _check_unloading(fleet: Fleet) -> None:
     """By Triton's extension: no worker answers afterwards, nor one that replaces it."""
-    repository, (owner, worker) = "/v2/repository/models/tiny/", fleet.children
+    operator, repository, (owner, worker) = fleet.operator, "/v2/repository/models/tiny/", fleet.children
     operator.post(f"{repository}unload", {})
     for _ in range(3):
         assert "unloaded by an operator" in fleet.refused()
     os.kill(worker, signal.SIGKILL)
     eventually(lambda: worker not in fleet.children and "unloaded by an operator" in fleet.refused())
     os.kill(owner, signal.SIGKILL)
-    eventually(lambda: owner not in fleet.children and not operator.get("/admin/models/tiny")["loaded"])
+    eventually(lambda: owner not in fleet.children and not fleet.status["loaded"])
     operator.post(f"{repository}load", {})
     assert fleet.infer()[1] == 3
 
@@ -276,24 +239,20 @@ def test_four_workers_for_a_minute(tmp_path: Path) -> None:
         print(f"p99 {stormy['p99'] / calm['p99']:.2f} of that without swaps")
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "engine": ({"options": {"engine": "onnx"}}, "--workers with --engine onnx"),
-    "device": ({"options": {"device": "cuda"}}, "--workers with --device cuda"),
-    "residency": ({"options": {"residency": "single"}}, "--workers with --residency single"),
-    "watch and follow": ({"watch": "a", "follow": "b"}, "cannot also watch a directory"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_workers_cannot_share_is_refused(what: str) -> None:
-    fields, says = REFUSED[what]
+@pytest.mark.parametrize(
+    ("fields", "workers", "says"),
+    [
+        ({"options": {"engine": "onnx"}}, 2, "--workers with --engine onnx"),
+        ({"options": {"device": "cuda"}}, 2, "--workers with --device cuda"),
+        ({"options": {"residency": "single"}}, 2, "--workers with --residency single"),
+        ({"variants": variants_of(["low=a"])}, 2, "--workers with --variant.*Leave --workers out, or start several"),
+        ({"watch": "a", "follow": "b"}, 2, "cannot also watch a directory"),
+        ({}, 0, "workers=0"),
+    ],
+)
+def test_what_workers_cannot_share_is_refused(fields: dict[str, Any], workers: int, says: str) -> None:
     with pytest.raises(Unsupported, match=says):
-        Workers({"m": ModelSource(artifact="a", **fields)}, Settings(), 2)
-
-
-def test_no_workers_are_refused() -> None:
-    with pytest.raises(Unsupported, match="workers=0: expected 1 or more"):
-        Workers({"m": ModelSource(artifact="a", weights="w")}, Settings(), 0)
+        Workers({"m": ModelSource(artifact="a", **fields)}, Settings(), workers)
 
 
 @pytest.mark.slow
@@ -303,9 +262,8 @@ def test_weights_that_cannot_be_served_end_it(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # or the command sets it, for all tests after this one
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"nothing")
-    result = CliRunner().invoke(serve_command, [str(tiny.path), "--weights", str(bad), "--port", "0", "--workers", "1"])
-    assert result.exit_code == 1
-    assert "bad.safetensors" in result.stderr
+    refused = run("serve", tiny.path, "--weights", bad, "--port", 0, "--workers", 1, status=1)
+    assert "bad.safetensors" in refused.stderr
 
 
 OF_OWNERS = (

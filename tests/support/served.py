@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
+import torch
 
-from weightswap_runtime import Model
-from weightswap_server import Server, Settings
+from tests.support.tiny import TinyArtifact
+from weightswap_runtime import Model, load
+from weightswap_server import ServedMethod, Server, Settings
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+INFER = "/v2/models/tiny/infer"
+
+
+def expected(seed: int, x: np.ndarray[Any, Any] = X) -> np.ndarray[Any, Any]:
+    """Return what the tiny model answers with the weights of a seed."""
+    return TinyArtifact.eager(seed, torch.from_numpy(x)).numpy()
 
 
 @contextmanager
@@ -26,11 +41,30 @@ def serving(models: Mapping[str, Model], warm: bool = True, **settings: Any) -> 
         yield server
 
 
+@contextmanager
+def serving_tiny(folder: Path, **settings: Any) -> Iterator[Server]:
+    """Serve the tiny model with the weights of seed 1, which nothing in the block may change."""
+    tiny = TinyArtifact(folder / "tiny.artifact")
+    model = load(tiny.path, tiny.write(folder / "v1.safetensors", tiny.values(1)))
+    with serving({"tiny": model}, **settings) as server:
+        yield server
+        assert model.generation == 0
+        assert answer_of(server) == expected(1).reshape(-1).tolist()
+
+
 def await_ready(server: Server) -> None:
     limit = time.monotonic() + 20
     while not server.service.ready:
         assert time.monotonic() < limit
         time.sleep(0.005)
+
+
+def await_queued(server: Server, count: int) -> None:
+    """Wait until so many calls of the first model are waiting."""
+    limit = time.monotonic() + 20
+    while server.service.served[0].thread.queued != count:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
 
 
 @contextmanager
@@ -43,6 +77,42 @@ def occupied(server: Server) -> Iterator[None]:
         yield
     finally:
         ended.set()
+
+
+def before_calls(monkeypatch: pytest.MonkeyPatch, do: Callable[[ServedMethod, Any, Any], object]) -> None:
+    """Call `do(method, session, flat)` before each later call of a served method, which an error of it replaces."""
+    called = ServedMethod.call
+
+    def call(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
+        do(self, session, flat)
+        return called(self, session, flat, *variants)
+
+    monkeypatch.setattr(ServedMethod, "call", call)
+
+
+@contextmanager
+def clients(ask_once: Callable[[int], Hashable], count: int = 4) -> Iterator[Counter[Any]]:
+    """Let threads ask again and again while the block runs.
+
+    ask_once: called with the number of the thread. Yields a counter of what it returns but None, filled at the end.
+    """
+    ended, seen = Event(), Counter[Any]()
+
+    def run(number: int) -> Counter[Any]:
+        found = Counter[Any]()
+        while not ended.is_set():
+            found[ask_once(number)] += 1
+        return found
+
+    with ThreadPoolExecutor(count) as pool:
+        running = [pool.submit(run, number) for number in range(count)]
+        try:
+            yield seen
+        finally:
+            ended.set()
+        for each in running:
+            seen.update(each.result(20))
+    del seen[None]
 
 
 class Reply(NamedTuple):
@@ -72,6 +142,30 @@ def ask(
         connection.request(method or ("GET" if body is None else "POST"), path, raw, dict(headers or {}))
         reply = connection.getresponse()
         return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
+
+
+def answer_of(server: Server, x: np.ndarray[Any, Any] = X) -> Any:
+    """Return the flat output of the tiny model."""
+    return ask(server, INFER, as_json(x=x)).json["outputs"][0]["data"]
+
+
+def connect(server: Server) -> socket.socket:
+    """Connect to the HTTP port, for requests that no client would send."""
+    return socket.create_connection(("127.0.0.1", server.http_port), 10)
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """Return what comes until the connection ends."""
+    received = b""
+    with suppress(ConnectionError):
+        while data := connection.recv(65536):
+            received += data
+    return received
+
+
+def connections(server: Server) -> int:
+    """Return the number of HTTP connections that the server knows of."""
+    return len(server._http.server_state.connections)
 
 
 def as_json(**inputs: np.ndarray[Any, Any]) -> dict[str, Any]:

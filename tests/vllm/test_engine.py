@@ -72,6 +72,11 @@ class Workers(NamedTuple):
     def finish(self) -> None:
         collective_rpc(self.workers, "finish_weight_update")
 
+    def load(self, path: Path) -> None:
+        """Update to a file, in a session that has been started, and end it."""
+        self.update(path)
+        self.finish()
+
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
@@ -168,14 +173,13 @@ def test_a_refused_file_is_loaded_by_nobody(
         workers.finish()
     assert workers.has(0)
     workers.start()
-    workers.update(weight_file(2))
-    workers.finish()
+    workers.load(weight_file(2))
     assert workers.has(2)
 
 
 def test_another_id_than_expected(workers: Workers, weight_file: WriteWeights) -> None:
     workers.start()
-    with pytest.raises(UnexpectedWeights, match="expected 123"):
+    with pytest.raises(UnexpectedWeights):
         workers.update(weight_file(1), expect="123")
     assert workers.has(0)
 
@@ -205,16 +209,14 @@ def test_finishing_without_an_update(workers: Workers, weight_file: WriteWeights
     workers.start()
     with pytest.raises(RuntimeError, match="no verified weights to load; call update_weights first"):
         workers.finish()
-    workers.update(weight_file(1))
-    workers.finish()
+    workers.load(weight_file(1))
     assert workers.has(1)
 
 
 def test_of_several_updates_the_last_counts(workers: Workers, weight_file: WriteWeights, tiny: TinyArtifact) -> None:
     workers.start()
     workers.update(weight_file(1))
-    workers.update(weight_file(2))
-    workers.finish()
+    workers.load(weight_file(2))
     assert workers.has(2)
     workers.start()
     workers.update(weight_file(3))
@@ -249,8 +251,7 @@ def test_a_file_that_changes_before_it_is_loaded(
     with pytest.raises(WeightFileError, match="was written to"):
         workers.finish()
     assert workers.has(0)
-    workers.update(weight_file(2))  # the session is still open
-    workers.finish()
+    workers.load(weight_file(2))  # the session is still open
     assert workers.has(2)
 
 
@@ -280,8 +281,7 @@ def test_a_disguised_change_is_found_while_loading(
         state = worker.model.state_dict()
         known = [(tiny.values(0)[name], tiny.values(1)[name]) for name in state]
         assert all(any(map(value.equal, either)) for value, either in zip(state.values(), known, strict=True))
-    workers.update(weight_file(2))
-    workers.finish()
+    workers.load(weight_file(2))
     assert workers.has(2)
 
 
@@ -294,8 +294,7 @@ def test_a_model_that_does_not_take_the_tensors(workers: Workers, weight_file: W
         workers.finish()
     for worker in workers.workers:
         worker.model.fails_at = ""
-    workers.update(weight_file(2))
-    workers.finish()
+    workers.load(weight_file(2))
     assert workers.has(2)
 
 
@@ -304,8 +303,7 @@ def test_a_draft_model_is_loaded_alone(workers: Workers, weight_file: WriteWeigh
     workers.start()
     for worker in workers.workers:
         worker.weight_transfer_engine.set_weight_update_target(draft, None)
-    workers.update(weight_file(1))
-    workers.finish()
+    workers.load(weight_file(1))
     assert draft.has(TinyArtifact.values(1))
     assert workers.has(0)
 

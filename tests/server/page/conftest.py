@@ -5,71 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.support.administered import TOKEN, administered
+from tests.support.administered import TOKEN, Operator
 from tests.support.browser import browser
-from tests.support.served import as_json, ask
-from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_runtime import DesiredStore, load
+from tests.support.served import INFER, X, as_json, ask
+from tests.support.served import clients as clients_of
 from weightswap_server import Server
 
 __all__ = ["browser"]
-X = np.arange(6, dtype=np.float32).reshape(2, 3)
-INFER = "/v2/models/tiny/infer"
 OpenPage = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def _token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
-
-
-@pytest.fixture
-def server(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> Iterator[Server]:
-    """A server with the weights of seed 1 that follows nothing."""
-    with administered({"tiny": load(tiny.path, weight_file(1))}, allow=(str(tmp_path),)) as running:
-        yield running
-
-
-@pytest.fixture
-def desired_store(weight_file: WriteWeights, tmp_path: Path) -> DesiredStore:
-    (tmp_path / "service").mkdir()
-    found = DesiredStore(tmp_path / "service")
-    found.set(weight_file(1), revision=0, by="ana", why="the first")
-    return found
 
 
 @contextmanager
 def clients(server: Server) -> Iterator[None]:
     """Run a client that sends requests while the block runs."""
-    ended = Event()
-    failed = []
-
-    def work() -> None:
-        while not ended.is_set():
-            if (status := ask(server, INFER, as_json(x=X)).status) != 200:
-                failed.append(status)
-            time.sleep(0.005)
-
-    client = Thread(target=work)
-    client.start()
-    try:
+    with clients_of(lambda _: (ask(server, INFER, as_json(x=X)).status, time.sleep(0.005))[0], 1) as statuses:
         yield
-    finally:
-        ended.set()
-        client.join()
-    assert failed == []
+    assert set(statuses) == {200}
 
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[OpenPage]:
-    """`open_page(server)` opens an operator's page; `token=None`: without a token.
+    """`open_page(operator)` opens an operator's page; `token=None`: without a token.
 
     At the end no other server must have been called, and the console must show no errors but those in `expected`.
     """
@@ -78,8 +38,7 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
     allowed: list[str] = []
     with ExitStack() as stack:
 
-        def open_one(server: Server, token: str | None = TOKEN, expected: str = "", **options: Any) -> Any:
-            assert server.admin is not None
+        def open_one(where: str | Operator, token: str | None = TOKEN, expected: str = "", **options: Any) -> Any:
             allowed.extend([expected] if expected else [])
             options = {"reduced_motion": "reduce", "viewport": {"width": 1200, "height": 900}} | options
             context = stack.enter_context(browser.new_context(**options))
@@ -87,7 +46,7 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
             page.set_default_timeout(10_000)
             page.on("console", lambda message: complaints.append(message.text))
             page.on("pageerror", lambda error: complaints.append(str(error)))
-            here = f"{server.admin.where}/"
+            here = f"{where if isinstance(where, str) else where.where}/"
             page.on("request", lambda request: asked.append((here, request.url)))
             page.goto(here)
             if token is not None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import ROOT
 from tests.server.page.conftest import OpenPage, clients, section
-from tests.support.administered import call, change
+from tests.support.administered import Operator, call
 from tests.support.browser import FAINT, NAMELESS
-from tests.support.tiny import WriteWeights, serves
 from weightswap_runtime import DesiredStore
-from weightswap_server import Server
 from weightswap_server.admin.app import OPEN_PATHS
 
 FOLDER = ROOT / "runtime" / "weightswap_server" / "admin" / "page"
@@ -21,14 +20,14 @@ WIDE = "document.documentElement.scrollWidth > innerWidth"
 
 
 @pytest.fixture
-def eventful(server: Server, weight_file: WriteWeights, desired_store: DesiredStore) -> Server:
-    """A server whose page has something in each section."""
-    change(server, "follow", desired_store=desired_store.where, interval=0.02)
-    change(server, "swap", source=str(weight_file(2)), why="better " * 20)
-    change(server, "swap", source=desired_store.where)
-    change(server, "hold", why="quiet")
-    change(server, "canary", source=str(weight_file(3)), share=0.1)
-    return server
+def eventful(operator: Operator, desired_store: DesiredStore) -> Operator:
+    """An operator whose page has something in each section."""
+    operator.follow(desired_store, 0.02)
+    operator.change("swap", 2, why="better " * 20)
+    operator.change("swap", source=Path(desired_store.where))
+    operator.change("hold", why="quiet")
+    operator.change("canary", 3, share=0.1)
+    return operator
 
 
 def settled(page: Any) -> Any:
@@ -39,7 +38,7 @@ def settled(page: Any) -> Any:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_stand_out_and_all_has_a_name(eventful: Server, open_page: OpenPage, scheme: str) -> None:
+def test_texts_stand_out_and_all_has_a_name(eventful: Operator, open_page: OpenPage, scheme: str) -> None:
     page = settled(open_page(eventful, color_scheme=scheme))
     for summary in page.locator("summary").all():
         summary.press("Enter")
@@ -57,7 +56,7 @@ def test_texts_stand_out_and_all_has_a_name(eventful: Server, open_page: OpenPag
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [320, 390, 760])
-def test_nothing_is_wider_than_a_phone(eventful: Server, open_page: OpenPage, width: int) -> None:
+def test_nothing_is_wider_than_a_phone(eventful: Operator, open_page: OpenPage, width: int) -> None:
     page = settled(open_page(eventful, viewport={"width": width, "height": 700}))
     for summary in page.locator("summary").all():
         summary.press("Enter")
@@ -68,9 +67,9 @@ def test_nothing_is_wider_than_a_phone(eventful: Server, open_page: OpenPage, wi
     assert 0 <= box["x"] <= box["x"] + box["width"] <= width
 
 
-def test_a_commit_by_keys_alone(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
-    change(server, "stage", source=str(weight_file(2)))
-    page = open_page(server)
+def test_a_commit_by_keys_alone(operator: Operator, open_page: OpenPage) -> None:
+    operator.change("stage", 2)
+    page = open_page(operator)
     section(page, "staged").get_by_role("button", name="Commit").wait_for()
     for _ in range(20):
         page.keyboard.press("Tab")
@@ -87,13 +86,13 @@ def test_a_commit_by_keys_alone(server: Server, open_page: OpenPage, weight_file
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     section(page, "served").get_by_text("by keys").wait_for()
-    assert serves(server.service.served[0].model, 2)
+    assert operator.serves(2)
 
 
 @pytest.mark.slow
-def test_nothing_moves_while_numbers_change(eventful: Server, open_page: OpenPage) -> None:
+def test_nothing_moves_while_numbers_change(eventful: Operator, open_page: OpenPage) -> None:
     page = settled(open_page(eventful))
-    with clients(eventful):
+    with clients(eventful.server):
         section(page, "load").get_by_text("what is served").wait_for()
         page.evaluate("""() => {
             window.moved = 0;
@@ -104,16 +103,16 @@ def test_nothing_moves_while_numbers_change(eventful: Server, open_page: OpenPag
         assert page.evaluate("window.moved") < 0.01
 
 
-def test_its_files_need_no_token_and_may_run_nothing_else(server: Server) -> None:
+def test_its_files_need_no_token_and_may_run_nothing_else(operator: Operator) -> None:
     assert len(OPEN_PATHS) > 8
     for path in sorted(OPEN_PATHS):
-        found = call(server, path, headers={})
+        found = call(operator.server, path, headers={})
         assert found.status == 200
         policy = found.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
         assert found.headers["x-content-type-options"] == "nosniff"
-    assert call(server, "/", headers={}).headers["content-type"].startswith("text/html")
-    assert call(server, "/", {}, headers={}).status == 405
+    assert call(operator.server, "/", headers={}).headers["content-type"].startswith("text/html")
+    assert call(operator.server, "/", {}, headers={}).status == 405
     for path in ("/page/", "/page/../app.py", "/page/%2e%2e/app.py", "/page/vendor/htm/LICENSE", "/admin/status", "//"):
-        assert call(server, path, headers={}).status == 401, path
+        assert call(operator.server, path, headers={}).status == 401, path

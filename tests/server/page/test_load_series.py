@@ -9,11 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from tests.server.page.conftest import INFER, X
-from tests.support.administered import change
-from tests.support.served import as_json, ask
-from tests.support.tiny import WriteWeights
-from weightswap_server import Server
+from tests.support.administered import Operator
+from tests.support.served import INFER, X, as_json, ask
 from weightswap_server.admin.journal import LoadSeries, quantile
 
 LIMITS = (0.001, 0.01, 0.1, 1.0)
@@ -41,15 +38,15 @@ def test_quantiles_of_nothing_and_of_what_is_beyond() -> None:
     assert quantile([(1.0, 10), (float("inf"), 10)], 0.5) == 0.5
 
 
-def test_points_count_what_came_between_them(server: Server, weight_file: WriteWeights) -> None:
-    series = LoadSeries(server.service.load_metrics, {"tiny": ["tiny"], "other": ["other"]})
+def test_points_count_what_came_between_them(operator: Operator) -> None:
+    series = LoadSeries(operator.server.service.load_metrics, {"tiny": ["tiny"], "other": ["other"]})
     began = time.time()
     ids = []
     for count in (3, 4):
-        ids += [ask(server, INFER, as_json(x=X)).json["parameters"]["weights_id"] for _ in range(count)]
-        assert ask(server, INFER, {"x": 1}).status == 400
+        ids += [ask(operator.server, INFER, as_json(x=X)).json["parameters"]["weights_id"] for _ in range(count)]
+        assert ask(operator.server, INFER, {"x": 1}).status == 400
         series.sample()
-        change(server, "swap", source=str(weight_file(2)))
+        operator.change("swap", 2)
     series.sample()
     first, second, last = series.after("tiny", began)
     assert (first.answered, first.refused, first.failed) == (3, 1, 0)

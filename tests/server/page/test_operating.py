@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.server.page.conftest import INFER, OpenPage, X, clients, section, sign_in
-from tests.support.administered import TOKEN, administered, change, status
-from tests.support.served import as_json, ask
-from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
+from tests.server.page.conftest import OpenPage, clients, section, sign_in
+from tests.support.administered import TOKEN, Operator, administered, change, status
+from tests.support.ports import free_port
+from tests.support.served import INFER, X, as_json, ask
+from tests.support.tiny import SLOW, TinyArtifact, WriteWeights
 from weightswap_runtime import DesiredStore, load
-from weightswap_server import Server
 from weightswap_server.admin.operations import ModelOperations
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
@@ -33,10 +33,10 @@ def confirm(page: Any, button: str, why: str = "") -> None:
     dialog.get_by_role("button", name=button).click()
 
 
-def test_a_swap_under_load_is_seen(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
+def test_a_swap_under_load_is_seen(operator: Operator, open_page: OpenPage) -> None:
     """Without a reload: the new weights, user and reason, the mark in the charts, and the answers by weights."""
-    page = open_page(server)
-    with clients(server):
+    page = open_page(operator)
+    with clients(operator.server):
         wait(page, "load", "what is served")
         page.evaluate("""() => {
             window.drawn = [];
@@ -46,8 +46,8 @@ def test_a_swap_under_load_is_seen(server: Server, open_page: OpenPage, weight_f
                 return draw.call(this, text, ...where);
             };
         }""")
-        change(server, "swap", source=str(weight_file(2)), why="loss 0.21")
-        second = status(server)["served"]["weights_id"][:12]
+        operator.change("swap", 2, why="loss 0.21")
+        second = operator.status["served"]["weights_id"][:12]
         wait(page, "served", second)
         wait(page, "served", "generation 1")
         wait(page, "served", "loss 0.21")
@@ -64,67 +64,63 @@ def test_a_swap_under_load_is_seen(server: Server, open_page: OpenPage, weight_f
 
 
 @pytest.mark.slow
-def test_errors_of_clients_are_drawn(server: Server, open_page: OpenPage) -> None:
-    page = open_page(server)
+def test_errors_of_clients_are_drawn(operator: Operator, open_page: OpenPage) -> None:
+    page = open_page(operator)
     for _ in range(3):
-        assert ask(server, INFER, {"x": 1}).status == 400
+        assert ask(operator.server, INFER, {"x": 1}).status == 400
     page.wait_for_function(r"""() => [...document.querySelectorAll("[role=img]")].some(
         (one) => /refused \(4xx\).*, highest [1-9]/.test(one.ariaLabel))""")
 
 
-def test_a_refusal_says_why(server: Server, open_page: OpenPage, weight_file: WriteWeights, tmp_path: Path) -> None:
-    page = open_page(server)
-    (tmp_path / "cut.safetensors").write_bytes(weight_file(2).read_bytes()[:-3])
-    refused = change(server, "swap", source=str(tmp_path / "cut.safetensors")).json
+def test_a_refusal_says_why(operator: Operator, open_page: OpenPage, tmp_path: Path) -> None:
+    page = open_page(operator)
+    (tmp_path / "cut.safetensors").write_bytes(operator.file(2).read_bytes()[:-3])
+    refused = operator.change("swap", tmp_path / "cut.safetensors").json
     wait(page, "history", refused["kind"])
     wait(page, "history", refused["error"])
 
 
 @pytest.mark.slow
-def test_what_is_staged_is_committed(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
-    page = open_page(server)
+def test_what_is_staged_is_committed(operator: Operator, open_page: OpenPage) -> None:
+    page = open_page(operator)
     wait(page, "staged", "Nothing is staged")
-    staged = change(server, "stage", source=str(weight_file(2)), why="try").json["status"]["staged"]
+    staged = operator.change("stage", 2, why="try").json["status"]["staged"]
     section(page, "staged").get_by_role("button", name="Commit").click()
     dialog = page.get_by_role("dialog", name="Commit the staged weights?")
     dialog.get_by_text(staged["weights_id"][:12]).wait_for()
     dialog.get_by_text("This process alone").wait_for()
-    assert serves(server.service.served[0].model, 1)  # until it is confirmed
+    assert operator.serves(1)  # until it is confirmed
     confirm(page, "Commit", "better")
     page.get_by_text(f"generation 1 serves {staged['weights_id'][:12]}").wait_for()
     wait(page, "served", "better")
     wait(page, "staged", "Nothing is staged")
     dialog.wait_for(state="detached")
-    assert serves(server.service.served[0].model, 2)
+    assert operator.serves(2)
 
 
 @pytest.mark.slow
-def test_what_has_changed_meanwhile_is_not_committed(
-    server: Server, open_page: OpenPage, weight_file: WriteWeights
-) -> None:
-    page = open_page(server)
-    seen = change(server, "stage", source=str(weight_file(2))).json["status"]["staged"]["weights_id"]
+def test_what_has_changed_meanwhile_is_not_committed(operator: Operator, open_page: OpenPage) -> None:
+    page = open_page(operator)
+    seen = operator.change("stage", 2).json["status"]["staged"]["weights_id"]
     section(page, "staged").get_by_role("button", name="Commit").click()
-    change(server, "discard")
-    change(server, "stage", source=str(weight_file(3)))
+    operator.change("discard")
+    operator.change("stage", 3)
     page.get_by_role("alert").get_by_text("changed meanwhile").wait_for()
     assert page.get_by_role("dialog").get_by_role("button", name="Commit").is_disabled()
-    refused = change(server, "commit", expect=seen)  # as the page would have asked, had it been faster
+    refused = operator.change("commit", expect=seen)  # as the page would have asked, had it been faster
     assert (refused.status, refused.json["kind"]) == (409, "Conflict")
     page.keyboard.press("Escape")
     section(page, "staged").get_by_role("button", name="Discard").click()
     confirm(page, "Discard")
     wait(page, "staged", "Nothing is staged")
-    assert serves(server.service.served[0].model, 1)
+    assert operator.serves(1)
 
 
 @pytest.mark.slow
-def test_a_staging_is_shown_and_broken_off(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    page = open_page(server)
+def test_a_staging_is_shown_and_broken_off(operator: Operator, open_page: OpenPage) -> None:
+    page = open_page(operator)
     with ThreadPoolExecutor(1) as pool:
-        staging = pool.submit(change, server, "stage", source=str(weight_file(2)), rate_limit=SLOW)
+        staging = pool.submit(operator.change, "stage", 2, rate_limit=SLOW)
         section(page, "staged").get_by_role("progressbar").wait_for()
         section(page, "staged").get_by_role("button", name="Abort").click()
         confirm(page, "Discard")
@@ -133,13 +129,13 @@ def test_a_staging_is_shown_and_broken_off(server: Server, open_page: OpenPage, 
 
 
 def test_a_rollback_to_what_was_chosen_holds(
-    server: Server, open_page: OpenPage, desired_store: DesiredStore, weight_file: WriteWeights
+    operator: Operator, open_page: OpenPage, desired_store: DesiredStore
 ) -> None:
-    change(server, "follow", desired_store=desired_store.where, interval=0.02)
-    page = open_page(server)
+    operator.follow(desired_store, 0.02)
+    page = open_page(operator)
     for seed in (2, 3):
-        change(server, "swap", source=str(weight_file(seed)))
-    first = server.service.served[0].model.history[0].weights_id
+        operator.change("swap", seed)
+    first = operator.model.history[0].weights_id
     section(page, "following").get_by_text("3", exact=True).wait_for()  # a dialog says what was so when it was opened
     page.get_by_role("button", name=f"Roll back to generation 0, {first[:12]}").click()
     page.get_by_role("dialog").get_by_text("which has revision 3").wait_for()
@@ -149,7 +145,7 @@ def test_a_rollback_to_what_was_chosen_holds(
     wait(page, "following", "tags are slow")
     state = desired_store.read()
     assert (state.weights.weights_id, state.weights.why, state.hold.why) == (first, "tags are slow", "tags are slow")
-    assert serves(server.service.served[0].model, 1)
+    assert operator.serves(1)
     section(page, "following").get_by_role("button", name="Release").click()
     confirm(page, "Release")
     section(page, "following").get_by_role("button", name="Hold").click()
@@ -160,17 +156,17 @@ def test_a_rollback_to_what_was_chosen_holds(
 
 
 def test_what_was_withdrawn_or_refused_is_called_that(
-    server: Server, open_page: OpenPage, desired_store: DesiredStore, tiny: TinyArtifact, weight_file: WriteWeights
+    operator: Operator, open_page: OpenPage, desired_store: DesiredStore, tiny: TinyArtifact
 ) -> None:
     """No button leads to what was refused; what is refused only then is said in the dialog, and nothing is written."""
     values = tiny.values(2) | {"bias": torch.full((5,), torch.nan)}
-    nan = desired_store.set(tiny.write(weight_file(1).with_name("nan.safetensors"), values), revision=1, by="bo")
-    desired_store.set(weight_file(3), revision=2, by="ana")
-    desired_store.set(weight_file(4), revision=3, by="ana")
-    change(server, "follow", desired_store=desired_store.where, interval=0.02)
-    model = server.service.served[0].model
+    nan = desired_store.set(tiny.write(operator.file(1).with_name("nan.safetensors"), values), revision=1, by="bo")
+    desired_store.set(operator.file(3), revision=2, by="ana")
+    desired_store.set(operator.file(4), revision=3, by="ana")
+    operator.follow(desired_store, 0.02)
+    model = operator.model
     assert model.watching[0].wait(20, revision=4)
-    page = open_page(server, expected="422")
+    page = open_page(operator, expected="422")
     page.get_by_role("button", name=f"Roll back to {nan.weights_id[:12]}").click()
     before = desired_store.read()
     dialog = page.get_by_role("dialog")
@@ -178,7 +174,7 @@ def test_what_was_withdrawn_or_refused_is_called_that(
     confirm(page, "Roll back")
     dialog.get_by_role("alert").get_by_text("NonFiniteWeights: ").wait_for()
     assert [each.text_content() for each in dialog.get_by_role("alert").all()] == [
-        f"NonFiniteWeights: {model_refusals(server)[-1]}"
+        f"NonFiniteWeights: {model_refusals(operator)[-1]}"
     ]
     assert desired_store.read() == before
     page.keyboard.press("Escape")
@@ -200,19 +196,19 @@ def test_what_was_withdrawn_or_refused_is_called_that(
     committed = entries.filter(has_text="generation 1").filter(has_text=before.weights_id[:12])
     committed.get_by_text("withdrawn", exact=True).wait_for()
     assert committed.get_by_role("button", name="Roll back").count() == 1
-    assert serves(model, 1)
+    assert operator.serves(1)
 
 
-def model_refusals(server: Server) -> list[str]:
-    assert server.admin is not None
-    return [each.error for each in server.admin.models["tiny"].journal.refusals if each.kind]
+def model_refusals(operator: Operator) -> list[str]:
+    assert operator.server.admin is not None
+    return [each.error for each in operator.server.admin.models["tiny"].journal.refusals if each.kind]
 
 
-def test_a_long_refusal_is_folded(server: Server, open_page: OpenPage, tmp_path: Path) -> None:
+def test_a_long_refusal_is_folded(operator: Operator, open_page: OpenPage, tmp_path: Path) -> None:
     """Its beginning and what to do stay; and there is no section of what the model does not have."""
-    page = open_page(server)
+    page = open_page(operator)
     save_file({f"layer.{desired_store}": torch.ones(1) for desired_store in range(20)}, tmp_path / "many.safetensors")
-    refused = change(server, "swap", source=str(tmp_path / "many.safetensors")).json["error"]
+    refused = operator.change("swap", tmp_path / "many.safetensors").json["error"]
     entry = section(page, "history").get_by_role("listitem").first
     entry.get_by_text(refused.splitlines()[-1]).wait_for()
     folded = entry.get_by_text("layer.7: unexpected")
@@ -229,30 +225,29 @@ def test_the_history_of_an_earlier_server(
     model = load(tiny.path)
     model.follow(desired_store.where, interval=0.1)
     with administered({"tiny": model}) as server:
-        wait(open_page(server), "history", "desired by ana, before this process was started")
+        assert server.admin is not None
+        wait(open_page(server.admin.where), "history", "desired by ana, before this process was started")
 
 
 @pytest.mark.slow
-def test_what_the_server_refuses_is_said_in_the_dialog(
-    server: Server, open_page: OpenPage, weight_file: WriteWeights
-) -> None:
-    change(server, "swap", source=str(weight_file(2)))
-    page = open_page(server, expected="422")
-    weight_file(1).unlink()
+def test_what_the_server_refuses_is_said_in_the_dialog(operator: Operator, open_page: OpenPage) -> None:
+    operator.change("swap", 2)
+    page = open_page(operator, expected="422")
+    operator.file(1).unlink()
     page.get_by_role("button", name="Roll back to generation 0").click()
     confirm(page, "Roll back")
     said = page.get_by_role("alert").text_content()
     assert said.startswith("WeightFileError: ")
     assert "v1.safetensors" in said
     assert page.get_by_role("dialog").is_visible()
-    assert serves(server.service.served[0].model, 2)
+    assert operator.serves(2)
 
 
 @pytest.mark.slow
-def test_a_canary_is_shown_and_promoted(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
-    page = open_page(server)
-    with clients(server):
-        change(server, "canary", source=str(weight_file(2)), share=0.5, shadow=True, promote_if="requests > 1e9")
+def test_a_canary_is_shown_and_promoted(operator: Operator, open_page: OpenPage) -> None:
+    page = open_page(operator)
+    with clients(operator.server):
+        operator.change("canary", 2, share=0.5, shadow=True, promote_if="requests > 1e9")
         wait(page, "canary", "requests > 1e9")
         wait(page, "canary", "answers 50 %, shadow")
         wait(page, "canary", "compared, 100 % differ")
@@ -261,12 +256,12 @@ def test_a_canary_is_shown_and_promoted(server: Server, open_page: OpenPage, wei
         confirm(page, "Commit")
         wait(page, "served", "generation 1")
     section(page, "canary").wait_for(state="detached")
-    assert serves(server.service.served[0].model, 2)
+    assert operator.serves(2)
 
 
 @pytest.mark.slow
-def test_a_token_is_asked_for(server: Server, open_page: OpenPage) -> None:
-    page = open_page(server, token=None, expected="401")
+def test_a_token_is_asked_for(operator: Operator, open_page: OpenPage) -> None:
+    page = open_page(operator, token=None, expected="401")
     for wrong in ("no-such-token-at-all", "ÄÖÜ" * 8):
         sign_in(page, wrong)
         page.get_by_role("alert").wait_for()
@@ -290,33 +285,32 @@ def test_a_token_is_asked_for(server: Server, open_page: OpenPage) -> None:
 def test_a_server_that_goes_and_comes_back(
     tiny: TinyArtifact, weight_file: WriteWeights, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with administered({"tiny": load(tiny.path, weight_file(1))}, port=port) as server:
-        page = open_page(server, expected="Failed to load resource")
+    port, paths = free_port(), [weight_file(1), weight_file(2)]
+    with administered({"tiny": load(tiny.path, paths[0])}, port=port):
+        page = open_page(f"http://127.0.0.1:{port}", expected="Failed to load resource")
         page.get_by_text("live", exact=True).wait_for()
     page.get_by_text("no connection; trying again").wait_for()
     assert section(page, "served").is_visible()  # as it was
-    with administered({"tiny": load(tiny.path, weight_file(2))}, port=port) as server:
+    with administered({"tiny": load(tiny.path, paths[1])}, port=port) as server:
         wait(page, "served", status(server)["served"]["weights_id"][:12])
         page.get_by_text("live", exact=True).wait_for()
     monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", "another-token-by-now")
-    with administered({"tiny": load(tiny.path, weight_file(2))}, port=port):
+    with administered({"tiny": load(tiny.path, paths[1])}, port=port):
         page.get_by_label("Token").wait_for()
         page.get_by_role("alert").get_by_text("the bearer token is not valid").wait_for()
 
 
 @pytest.mark.slow
-def test_texts_of_others_are_texts(server: Server, tiny: TinyArtifact, open_page: OpenPage, tmp_path: Path) -> None:
-    page = open_page(server)
+def test_texts_of_others_are_texts(operator: Operator, tiny: TinyArtifact, open_page: OpenPage, tmp_path: Path) -> None:
+    page = open_page(operator)
     page.on("dialog", lambda dialog: pytest.fail(dialog.message))
     (folder := tmp_path / "<img src=x onerror=alert(1)>").mkdir()
     labels = {HOSTILE: HOSTILE, "__proto__": "x", "constructor": "y"}
     hostile = tiny.write(folder / "<b>.safetensors", tiny.values(2), labels=labels)
     cut = folder / "<i>.safetensors"
     cut.write_bytes(hostile.read_bytes()[:-3])
-    change(server, "swap", source=str(cut), why=HOSTILE)
-    change(server, "stage", source=str(hostile), why=HOSTILE)
+    operator.change("swap", cut, why=HOSTILE)
+    operator.change("stage", hostile, why=HOSTILE)
     wait(page, "staged", HOSTILE)
     section(page, "staged").get_by_role("button", name="Commit").click()
     confirm(page, "Commit", HOSTILE)
@@ -330,7 +324,8 @@ def test_several_models_and_none_that_is_served(
     tiny: TinyArtifact, weight_file: WriteWeights, open_page: OpenPage
 ) -> None:
     with administered({"tiny": load(tiny.path, weight_file(1)), "other": load(tiny.path)}, warm=False) as server:
-        page = open_page(server)
+        assert server.admin is not None
+        page = open_page(server.admin.where)
         page.get_by_role("link", name="other").click()
         wait(page, "served", "Nothing is served yet")
         wait(page, "served", f"weightswap push {server.admin.where} v1.safetensors")
@@ -344,11 +339,11 @@ def test_several_models_and_none_that_is_served(
 
 @pytest.mark.slow
 def test_what_only_a_later_server_says_is_shown(
-    server: Server, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
+    operator: Operator, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = ModelOperations.status
     later = {"spare_parts": {"wheels": 3, "rims": None}}
     monkeypatch.setattr(ModelOperations, "status", lambda one: msgspec.to_builtins(known(one)) | later)
-    page = open_page(server)
+    page = open_page(operator)
     page.get_by_role("heading", name="spare parts").wait_for()
     assert section(page, "other-spare_parts").locator("dl").text_content().split() == ["wheels3"]

@@ -7,14 +7,11 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from tests.server.page.conftest import OpenPage, section
 from tests.server.worker_processes import Fleet, serving
-from weightswap_server import Server
 
 WIDE = "document.documentElement.scrollWidth > innerWidth"
 
@@ -35,7 +32,7 @@ def test_all_processes_are_shown(fleet: Fleet, open_page: OpenPage, number: int)
     assert fleet.process.stdout is not None
     found = re.match(r"(http://\S+) is for operators", fleet.process.stdout.readline())
     assert found is not None
-    page: Any = open_page(cast("Server", SimpleNamespace(admin=SimpleNamespace(where=found[1]))))
+    page = open_page(found[1])
     rows = section(page, "processes").locator("tbody tr")
     for row, name in enumerate(("owner", "worker 0", "worker 1")):
         rows.nth(row).get_by_text(name).wait_for()
