@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import threading
@@ -12,7 +13,7 @@ from threading import RLock, local
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from .errors import OutOfMemory, StageCancelled, Unsupported, is_number
-from .threads import Background, is_lost
+from .threads import is_lost
 
 POLL_SECONDS = 0.02  # within which an abandoned claim or a cancellation is noticed
 _local = local()
@@ -132,7 +133,7 @@ class Uninterrupted:
                 once.do_in_thread()
                 break
             except BaseException as error:
-                if once.to_do and isinstance(error, RuntimeError):
+                if isinstance(error, RuntimeError) and once.call_off():
                     raise OutOfMemory(f"cannot start a thread to commit in ({error})") from error
                 self._interrupt = error
         if once.errors:
@@ -141,10 +142,10 @@ class Uninterrupted:
 
 
 class _Once(Generic[T]):
-    """Work that is done once, in a thread. Its parts are in C: an interrupt may leave a Future or an Event locked."""
+    """Work that is done once, in a thread. Its parts are in C: an interrupt may leave a Thread or an Event broken."""
 
     def __init__(self, work: Callable[[], T]) -> None:
-        self.to_do = [work]  # for one thread: an interrupt may hide from its starter that it has started
+        self._to_do = [work]  # for one thread: an interrupt may hide from its starter that it has started
         self.results: list[T] = []
         self.errors: list[BaseException] = []
         self._ended = threading.Lock()
@@ -153,14 +154,22 @@ class _Once(Generic[T]):
     def do_in_thread(self) -> None:
         """Return when a thread has done the work. After an interrupt, call it again."""
         while not (self.results or self.errors):
-            if self.to_do:
-                Background(self._do, "weightswap-commit", lambda: None).start()
+            if self._to_do:
+                _thread.start_new_thread(self._do, ())
             self._ended.acquire(timeout=POLL_SECONDS)
 
-    def _do(self) -> None:
+    def call_off(self) -> bool:
+        """Return whether no thread has begun the work, and none will."""
+        return self._claim() is not None
+
+    def _claim(self) -> Callable[[], T] | None:
         try:
-            work = self.to_do.pop()
+            return self._to_do.pop()
         except IndexError:
+            return None
+
+    def _do(self) -> None:
+        if (work := self._claim()) is None:
             return
         try:
             self.results.append(work())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,11 +42,20 @@ def test_an_exception_in_a_commit_listener_finds_the_commit_done(
     assert serves(model, 2)
 
 
+@pytest.fixture
+def _alarm() -> Iterator[None]:
+    """SIGALRM raises KeyboardInterrupt: of SIGINT that is true only in the foreground."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("_alarm")
 def test_an_interrupt_in_a_commit_in_place_waits_for_its_end(
     tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(tiny.path, weight_file(0), residency="single", keep_previous="host")
-    in_copies(model, monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
+    in_copies(model, monkeypatch, lambda: signal.raise_signal(signal.SIGALRM))
     events: list[Event] = []
     model.listen(events.append)
     for change, served in ((lambda: model.swap(weight_file(1)), 1), (model.rollback, 0)):
@@ -58,6 +67,7 @@ def test_an_interrupt_in_a_commit_in_place_waits_for_its_end(
     assert [receipt.generation for receipt in model.history] == [0, 1, 2]
 
 
+@pytest.mark.usefixtures("_alarm")
 def test_an_interrupt_ends_a_wait_for_pins(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     model = load(tiny.path, weight_file(0), residency="single")
     staged = model.stage(weight_file(1))
@@ -71,7 +81,7 @@ def test_an_interrupt_ends_a_wait_for_pins(tiny: TinyArtifact, weight_file: Writ
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait(10)
-    threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGALRM)).start()
     with pytest.raises(KeyboardInterrupt):
         staged.commit(timeout=None)
     assert serves(model, 0)

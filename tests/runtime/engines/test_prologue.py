@@ -248,7 +248,7 @@ def test_no_rollback_to_weights_whose_prologue_fails_in_a_model_that_joined(sing
         load(singular.artifact, share=load(singular.artifact, singular.bad, prologue=False))
 
 
-def test_an_interrupt_of_the_prologue_in_a_commit_leaves_a_model_that_failed(
+def test_a_device_that_fails_in_the_prologue_of_a_commit_leaves_a_model_that_failed(
     singular: Singular, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(singular.artifact, singular.good, residency="single")
@@ -257,11 +257,11 @@ def test_an_interrupt_of_the_prologue_in_a_commit_leaves_a_model_that_failed(
     def prepare(bound: BoundTorch) -> None:
         times.append(1)
         if len(times) == 1:
-            raise KeyboardInterrupt
+            raise RuntimeError("CUDA error: gone")
         original(bound)
 
     monkeypatch.setattr(BoundTorch, "_run_prologue", prepare)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(ModelFailed, match="CUDA error: gone"):
         model.swap(singular.delta)
     assert (model.generation, model.failed) == (0, True)
     with pytest.raises(ModelFailed):
