@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import page, python, shell
+from tests.support.pages import blocks, page, python, shell
 
 CHECKPOINTS = """
 import json, os
@@ -34,8 +34,8 @@ LlamaForCausalLM(config).save_pretrained("llama")
 @pytest.mark.slow
 def test_the_page_on_checkpoints(tmp_path: Path) -> None:
     text = page("checkpoints")
-    attention, serve, quantised, save, publish, samples, recipe = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    swap, parts, pack, llama, given = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    attention, serve, quantised, save, publish, samples, recipe = blocks(text, "python")
+    swap, parts, pack, llama, given = blocks(text, "sh")
     python(tmp_path, attention, CHECKPOINTS)
     assert python(tmp_path, serve) == "torch.Size([4, 8])\n"
     assert "computed from qkv" in shell(tmp_path, "weightswap inspect attention.artifact")

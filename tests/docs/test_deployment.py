@@ -22,7 +22,7 @@ import yaml
 
 from tests import ROOT
 from tests.support.apart import python_with
-from tests.support.pages import page, python
+from tests.support.pages import blocks, page, python
 from tests.support.servers import S3Server
 from tests.support.watched import eventually
 from weightswap_runtime import DesiredStore
@@ -45,7 +45,7 @@ def pod() -> Any:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The artifact and the two weight files of the page on serving."""
     found = tmp_path_factory.mktemp("deployment")
-    python(found, re.findall(r"```python\n(.*?)```", page("serving"), re.DOTALL)[0])
+    python(found, blocks(page("serving"), "python")[0])
     return found
 
 
@@ -243,5 +243,5 @@ def triton_over_http(address: str, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_method_with_arrays(folder: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = blocks(PAGE, "python")
     assert python(folder, code) == "(1, 2) 0\n"

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import page, python, shell
+from tests.support.pages import blocks, page, python, shell
 
 
 @pytest.mark.slow
 def test_the_page_on_the_desired_state(tmp_path: Path) -> None:
-    (build, *_) = re.findall(r"```python\n(.*?)```", page("operations"), re.DOTALL)
-    (service,) = re.findall(r"```python\n(.*?)```", page("desired"), re.DOTALL)
-    (commands,) = re.findall(r"```sh\n(.*?)```", page("desired"), re.DOTALL)
+    (build, *_) = blocks(page("operations"), "python")
+    (service,) = blocks(page("desired"), "python")
+    (commands,) = blocks(page("desired"), "sh")
     python(tmp_path, build)
     promoted, rolled_back, refused = python(tmp_path, service).splitlines()
     assert (promoted, rolled_back) == ("{'step': '2'}", "{'step': '1'} ana")

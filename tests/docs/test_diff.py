@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import page, prepare_recipe, python, shell
+from tests.support.pages import blocks, page, prepare_recipe, python, shell
 from weightswap_tools.diff.weights import QUANTITIES
 
 PAGE = page("diff")
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_commands(folder: Path) -> None:
-    tour, pipeline = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    tour, pipeline = blocks(PAGE, "sh")
     said = shell(folder, tour)
     assert said.count("1 changed, 2 the same") == 5
     assert "after       last.pt, level ema (3 tensors, 6.7 kB)" in said
@@ -54,7 +54,7 @@ def test_the_commands(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_code(folder: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = blocks(PAGE, "python")
     first, *_, last = python(folder, code).splitlines()
     assert first.startswith("changed head.bias 0.0")
     assert last == "()"

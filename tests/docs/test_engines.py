@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.compiled import needs_compiler
-from tests.support.pages import page, prepare_recipe, python, shell
+from tests.support.pages import blocks, page, prepare_recipe, python, shell
 
 
 @needs_compiler
@@ -16,8 +16,8 @@ from tests.support.pages import page, prepare_recipe, python, shell
 def test_the_page_on_engines(tmp_path: Path) -> None:
     prepare_recipe(tmp_path)
     text = page("engines")
-    (commands,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (commands,) = blocks(text, "sh")
+    (code,) = blocks(text, "python")
     said = shell(tmp_path, commands)
     assert "replaced  engines/onnx/forward.onnx" in said
     assert (tmp_path / "tagger.onnx").exists()

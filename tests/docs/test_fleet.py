@@ -13,14 +13,14 @@ import pytest
 
 from tests import ROOT
 from tests.support.apart import python_with
-from tests.support.pages import page, python
+from tests.support.pages import blocks, page, python
 from tests.support.ray_turns import ray_turn
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """One with the files of the page on serving."""
-    (build, *_) = re.findall(r"```python\n(.*?)```", page("serving"), re.DOTALL)
+    (build, *_) = blocks(page("serving"), "python")
     python(tmp_path, build)
     with ray_turn():
         yield tmp_path
@@ -35,7 +35,7 @@ def run(folder: Path, command: list[str]) -> str:
 
 @pytest.mark.slow
 def test_the_program(folder: Path) -> None:
-    program, _ = re.findall(r"```python\n(.*?)```", page("fleet"), re.DOTALL)
+    program, _ = blocks(page("fleet"), "python")
     assert run(folder, [sys.executable, "-c", program]).splitlines()[-2:] == ["True True {}", "['DigestMismatch']"]
 
 
@@ -47,7 +47,7 @@ def with_ray_train(tmp_path: Path) -> str:
 
 @pytest.mark.slow
 def test_ray_train(folder: Path, with_ray_train: str) -> None:
-    _, program = re.findall(r"```python\n(.*?)```", page("fleet"), re.DOTALL)
+    _, program = blocks(page("fleet"), "python")
     (folder / "train.py").write_text(program)
     assert run(folder, [with_ray_train, "train.py"]).splitlines()[-1] == "{'step': '3'} True"
 
@@ -60,7 +60,7 @@ def test_the_table_is_the_model_s() -> None:
 
 @pytest.mark.slow
 def test_the_commands(folder: Path) -> None:
-    _, deploy, ask, back, canary, end = re.findall(r"```sh\n(.*?)```", page("fleet"), re.DOTALL)
+    _, deploy, ask, back, canary, end = blocks(page("fleet"), "sh")
     try:
         said = run(folder, ["sh", "-ec", deploy])
         assert said.count("desired     v1.safetensors") == 2

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import page, prepare_recipe, shell
+from tests.support.pages import blocks, page, prepare_recipe, shell
 
 
 @pytest.mark.slow
 def test_the_page_on_inspecting(tmp_path: Path) -> None:
-    (commands,) = re.findall(r"```sh\n(.*?)```", prepare_recipe(tmp_path), re.DOTALL)
+    (commands,) = blocks(prepare_recipe(tmp_path), "sh")
     shell(tmp_path, "\n".join(re.findall(r".* export .*|.* pack checkpoint.*", commands)))
     text = page("inspect")
-    (commands,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    (commands,) = blocks(text, "sh")
     (tree,) = re.findall(r"```\n(tagger.*?)```", text, re.DOTALL)
     said = shell(tmp_path, commands)
     assert tree in said

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.administered import TOKEN
-from tests.support.pages import page, python, served, shell
+from tests.support.pages import blocks, page, python, served, shell
 from tests.support.ports import free_port
 
 
 def test_the_page_on_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, sending, by_http, by_group, *_ = re.findall(r"```python\n(.*?)```", page("memory"), re.DOTALL)
-    command, operated, serve, update, *_ = re.findall(r"```sh\n(.*?)```", page("memory"), re.DOTALL)
+    here, sending, by_http, by_group, *_ = blocks(page("memory"), "python")
+    command, operated, serve, update, *_ = blocks(page("memory"), "sh")
     found = [line.split(maxsplit=3) for line in python(tmp_path, here).splitlines()]
     assert [line[:3] for line in found] == [[str(step), "{'step':", f"'{step}'}}"] for step in (1, 2, 3)]
     assert len({line[3] for line in found}) == 3

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import page, python
+from tests.support.pages import blocks, page, python
 
 
 @pytest.mark.slow
 def test_the_page_on_operations(tmp_path: Path) -> None:
     text = page("operations")
-    build, serve, canary, watch, asynchronous = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    build, serve, canary, watch, asynchronous = blocks(text, "python")
     assert python(tmp_path, build) == "296 of 258600 bytes change\n"
     said = python(tmp_path, serve).splitlines()
     assert re.fullmatch(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support import warm
-from tests.support.pages import page, prepare_recipe, python, shell
+from tests.support.pages import blocks, page, prepare_recipe, python, shell
 
 TAGGER = """
 import recipe, torch
@@ -27,8 +26,8 @@ pack(recipe.Tagger(), artifact, out="v2.safetensors")
 def test_the_page_on_parity(tmp_path: Path) -> None:
     prepare_recipe(tmp_path)
     text = page("parity")
-    test, more, located = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (commands,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    test, more, located = blocks(text, "python")
+    (commands,) = blocks(text, "sh")
     assert len([line for line in test.splitlines() if line]) <= 10
     assert "aten.embedding.default of embed.weight" in python(tmp_path, TAGGER, located)
     (tmp_path / "test_tagger.py").write_text(test + TAGGER + more)

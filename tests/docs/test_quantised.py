@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.support.packages import needs
-from tests.support.pages import page, python, shell
+from tests.support.pages import blocks, page, python, shell
 
 
 @needs("torchao")
 @pytest.mark.slow
 def test_the_page_on_quantised_weights(tmp_path: Path) -> None:
     text = page("quantised")
-    build, serve, floats = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (swap,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    build, serve, floats = blocks(text, "python")
+    (swap,) = blocks(text, "sh")
     python(tmp_path, build, floats)
     assert python(tmp_path, serve) == "torch.Size([3, 8])\n"
     assert "0.weight.qdata" in shell(tmp_path, "weightswap inspect int8.artifact")

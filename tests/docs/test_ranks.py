@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 from tests.support import warm
-from tests.support.pages import page, python, shell
+from tests.support.pages import blocks, page, python, shell
 
 
 def test_the_page_on_ranks(tmp_path: Path) -> None:
-    built, served = re.findall(r"```python\n(.*?)```", page("ranks"), re.DOTALL)
+    built, served = blocks(page("ranks"), "python")
     command = re.search(r"```sh\n(.*?)```", page("ranks"), re.DOTALL)
     assert command is not None
     python(tmp_path, built)

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests import ROOT
-from tests.support.pages import python, served, shell
+from tests.support.pages import blocks, python, served, shell
 from tests.support.watched import eventually
 
 
@@ -19,7 +19,7 @@ def run_both_sides(page: Path, folder: Path, most: int, place: int = 0) -> list[
 
     place: which build side of the page, with the server that follows it.
     """
-    build, serve = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[2 * place :][:2]
+    build, serve = blocks(page.read_text(), "python")[2 * place :][:2]
     assert sum(bool(line.strip()) for line in (build + serve).splitlines()) <= most
     return [python(folder, code) for code in (build, serve)]
 
@@ -31,7 +31,7 @@ def test_the_twelve_lines(tmp_path: Path) -> None:
 
 def test_in_production(tmp_path: Path, unused_port: int) -> None:
     text = (ROOT / "README.md").read_text()
-    python(tmp_path, re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
+    python(tmp_path, blocks(text, "python")[0])
     ((block, answer),) = re.findall(r"```sh\n(mkdir service.*?)```\n+```json\n(.*?)\[\.\.\.\n```", text, re.DOTALL)
     make, serve, *commands = re.sub(" *#.*", "", block).splitlines()
     shell(tmp_path, make)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support import warm
-from tests.support.pages import page
+from tests.support.pages import blocks, page
 from tests.support.servers import S3Server, WebServer
 from tests.support.tiny import TinyArtifact
 
@@ -20,8 +19,8 @@ PAGE = page("remote")
 
 @pytest.mark.slow
 def test_the_page_on_urls(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    commands = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)[1]
+    (code,) = blocks(PAGE, "python")
+    commands = blocks(PAGE, "sh")[1]
     tiny = TinyArtifact(tmp_path / "digits.artifact")
     first, second = (tiny.write(tmp_path / f"v{seed}.safetensors", tiny.values(seed)) for seed in (1, 2))
     with WebServer() as web, S3Server() as s3:

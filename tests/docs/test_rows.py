@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import page, python
+from tests.support.pages import blocks, page, python
 
 
 @pytest.mark.slow
 def test_the_page_on_rows(tmp_path: Path) -> None:
-    train, serve, memory = re.findall(r"```python\n(.*?)```", page("rows"), re.DOTALL)
+    train, serve, memory = blocks(page("rows"), "python")
     full, *deltas = python(tmp_path, train).splitlines()
     assert re.fullmatch(r"step-000000001-[0-9a-f]{12}\.safetensors 6400068", full)
     assert [re.sub("-[0-9a-f]{12}", "", line).split()[0] for line in deltas] == [

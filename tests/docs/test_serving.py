@@ -15,12 +15,12 @@ import pytest
 
 from tests import ROOT
 from tests.support import warm
-from tests.support.pages import page, python, served
+from tests.support.pages import blocks, page, python, served
 from weightswap_runtime import DesiredStore, load
 from weightswap_server import Settings
 from weightswap_server.signed_weights import SignatureRefused, requires
 
-BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", page("serving"), re.DOTALL) for kind in ("python", "sh")}
+BLOCKS = {kind: blocks(page("serving"), kind) for kind in ("python", "sh")}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_generation(tmp_path: Path, ports: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_variants(tmp_path: Path, ports: dict[str, str]) -> None:
-    (build,) = re.findall(r"```python\n(.*?)```", page("variants"), re.DOTALL)
+    (build,) = blocks(page("variants"), "python")
     python(tmp_path, "import warnings; warnings.simplefilter('ignore')", build)
     serve, ask = (elsewhere(block, ports) for block in BLOCKS["sh"][7:9])
     with served(tmp_path, serve):

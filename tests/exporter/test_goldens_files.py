@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.support.checkpoints import saved
-from tests.support.goldens import IMAGE, verified
+from tests.support.goldens import IMAGE, goldens_at, verified
 from tests.support.models import Everything
 from tests.support.setups import different
 from weightswap_exporter import export, pack
@@ -51,9 +51,7 @@ def test_a_module_or_a_checkpoint_with_its_model(packing: Packing, tmp_path: Pat
     assert packed.goldens == 1
     source.unlink()
     assert packing.files() == first
-    found = goldens_beside(packed.path, packing.artifact.manifest)
-    assert found is not None
-    assert verified(found, load(packing.artifact, packed.path)) == "goldens"
+    assert verified(goldens_at(packed.path, packing.artifact), load(packing.artifact, packed.path)) == "goldens"
 
 
 def test_a_pack_without_goldens_removes_those_of_the_file_before(packing: Packing) -> None:
@@ -102,10 +100,6 @@ def failing_rename(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     renames(monkeypatch, act)
 
 
-def random_outputs(packing: Packing, monkeypatch: pytest.MonkeyPatch) -> None:
-    packing.newer.train()
-
-
 def full_disk(packing: Packing, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(*args: Any) -> Iterator[memoryview]:
         raise OSError(28, "No space left on device")
@@ -114,22 +108,14 @@ def full_disk(packing: Packing, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CALLS = [(IMAGE,)]
-
-
-Prepare = Callable[[Packing, pytest.MonkeyPatch], None]
-
-
+Prepare = Callable[[Packing, pytest.MonkeyPatch], object]
 FAILURES: dict[str, tuple[Prepare, Any, type[Exception]]] = {
-    "recording": (random_outputs, CALLS, ParityError),
+    "recording": (lambda packing, patch: packing.newer.train(), CALLS, ParityError),
     "writing the weights": (full_disk, CALLS, CheckpointError),
     "writing the weights alone": (full_disk, None, CheckpointError),
     "renaming the goldens": (lambda packing, patch: failing_rename(patch, packing.beside.name), CALLS, CheckpointError),
     "renaming the weights": (lambda packing, patch: failing_rename(patch, packing.out.name), CALLS, CheckpointError),
-    "renaming the weights alone": (
-        lambda packing, patch: failing_rename(patch, packing.out.name),
-        None,
-        CheckpointError,
-    ),
+    "renaming weights alone": (lambda packing, patch: failing_rename(patch, packing.out.name), None, CheckpointError),
 }
 
 
@@ -162,9 +148,8 @@ def refusal(packing: Packing, model: nn.Module, **options: Any) -> str:
 
 
 def test_a_model_that_is_not_the_exported_one_is_refused(packing: Packing) -> None:
-    assert "conv.weight: the artifact has F32[6, 1, 3, 3] on the CPU, the model has F64[6, 1, 3, 3] on cpu" in refusal(
-        packing, different(lambda: Everything().double(), 1), dtype="float32"
-    )
+    says = "conv.weight: the artifact has F32[6, 1, 3, 3] on the CPU, the model has F64[6, 1, 3, 3] on cpu"
+    assert says in refusal(packing, different(lambda: Everything().double(), 1), dtype="float32")
     assert "embed.weight: the artifact has F32[6, 6], the model has no such tensor" in refusal(packing, nn.Linear(3, 3))
     other = different(Everything, 1)
     other.get_buffer("table")[2] += 1

@@ -11,17 +11,16 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
-from tests.support.goldens import IMAGE
-from tests.support.models import Everything
-from tests.support.setups import different
+from tests.support.goldens import IMAGE, goldens_of
+from tests.support.models import Does, Everything
+from tests.support.program import document, said
+from tests.support.setups import different, loaded
 from weightswap_exporter import MethodSpec, export, pack, skeleton
-from weightswap_exporter.parity.checks import check_outputs
+from weightswap_exporter.parity import check_outputs
 from weightswap_runtime import Artifact, GoldenMismatch, ParityError, WeightFileError, load
-from weightswap_runtime.format.goldens import INPUTS_NAME, artifact_goldens, open_goldens
+from weightswap_runtime.format.goldens import INPUTS_NAME, open_goldens
 from weightswap_runtime.format.safetensors import METADATA_KEY
-from weightswap_tools.inspect.command import inspect_command
 
 IDS = torch.tensor([[1, 2], [3, 0]])
 METHODS = {"forward": MethodSpec("forward", (IMAGE,)), "encode": MethodSpec("encode", (IDS,))}
@@ -60,11 +59,7 @@ def test_the_file_has_inputs_alone_and_always_the_same_bytes(artifact: Artifact,
         assert torch.equal(opened.get_tensor("0.input.0"), IMAGE)
     assert document["format_version"] == 1
     assert [document[key] for key in ("weights_id", "environment", "tolerance")] == [None, None, None]
-    assert [(case["method"], case["outputs"]) for case in document["cases"]] == [
-        ("forward", []),
-        ("forward", []),
-        ("encode", []),
-    ]
+    assert [(case["method"], case["outputs"]) for case in document["cases"]] == [*[("forward", [])] * 2, ("encode", [])]
 
 
 @pytest.mark.sampled(2)
@@ -97,26 +92,21 @@ def test_goldens_of_a_file_count_first(artifact: Artifact, tmp_path: Path) -> No
 def test_an_artifact_of_a_real_model_has_goldens(tmp_path: Path) -> None:
     artifact = export(different(Everything, 1), methods=METHODS, out=tmp_path / "m.artifact", goldens=GOLDENS)
     assert INPUTS_NAME not in artifact.manifest.files
-    found = artifact_goldens(artifact)
-    assert found is not None
-    assert found.record.has_outputs
+    assert goldens_of(artifact).record.has_outputs
 
 
 def test_inspect_shows_inputs_alone(artifact: Artifact, tmp_path: Path) -> None:
-    def said(*arguments: str) -> str:
-        result = CliRunner().invoke(inspect_command, list(arguments), env={"COLUMNS": "300"})
-        assert result.exit_code == 0, result.output
-        return " ".join(result.output.split())
+    def words(*arguments: object) -> str:
+        return " ".join(said("inspect", *arguments, width=300).split())
 
-    assert "inputs 2 of forward, 1 of encode; every set of weights must give finite outputs" in said(str(artifact.path))
-    alone = said(str(artifact.path / INPUTS_NAME))
+    told, page = "every set of weights must give finite outputs", tmp_path / "page.html"
+    assert f"inputs 2 of forward, 1 of encode; {told}" in words(artifact.path)
+    words(artifact.path, "--html", page)
+    assert told in page.read_text()
+    alone = words(artifact.path / INPUTS_NAME)
     assert "weights id none: inputs alone" in alone
     assert "outputs were not recorded; they must be finite" in alone
-    document = msgspec.json.decode(said(str(artifact.path), "--json"))
-    assert document["goldens"]["weights_id"] is None
-    page = tmp_path / "page.html"
-    said(str(artifact.path), "--html", str(page))
-    assert "every set of weights must give finite outputs" in page.read_text()
+    assert document("inspect", artifact.path)["goldens"]["weights_id"] is None
 
 
 def test_inputs_alone_cannot_be_compared(artifact: Artifact) -> None:
@@ -144,16 +134,11 @@ def test_contradictory_files_are_refused(change: Callable[[dict], None], says: s
 
 
 def test_a_model_without_outputs_that_are_tensors(tmp_path: Path) -> None:
-    class Sizes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(2))
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int, None]:
-            return x.argmax() + self.weight.sum().long(), 3, None
+    def sizes() -> nn.Module:
+        act = lambda m, x: (x.argmax() + m.weight.sum().long(), 3, None)  # noqa: E731
+        return Does(act, weight=nn.Parameter(torch.zeros(2))).eval()
 
     with skeleton():
-        model = Sizes().eval()
+        model = sizes()
     artifact = export(model, (torch.ones(2),), out=tmp_path / "m.artifact", goldens=[(torch.ones(2),)])
-    real = Sizes().eval()
-    assert load(artifact, pack(real, artifact, out=tmp_path / "v.safetensors").path).history[-1].verified == "finite"
+    assert loaded(artifact, tmp_path, sizes()).history[-1].verified == "finite"

@@ -5,18 +5,31 @@ from __future__ import annotations
 import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import nn
 
-from tests.support.goldens import LINEAR, ROWS, SETTINGS, Setting, every, everything_in, recorded, same, verified
+from tests.support.goldens import (
+    LINEAR,
+    ROWS,
+    SETTINGS,
+    Setting,
+    every,
+    everything_in,
+    goldens_at,
+    goldens_of,
+    recorded,
+    same,
+    verified,
+)
+from tests.support.models import Does
 from tests.support.sessions import bound_of
-from tests.support.setups import different
+from tests.support.setups import different, loaded
 from weightswap_exporter import export, pack
 from weightswap_runtime import GoldenMismatch, load
-from weightswap_runtime.format.goldens import artifact_goldens, goldens_beside
 from weightswap_runtime.model.served import engine_of
 from weightswap_runtime.staging.golden_check import verify
 
@@ -55,32 +68,28 @@ def test_goldens_are_no_part_of_the_graph_and_always_the_same_bytes(tmp_path: Pa
     plain = export(model, methods=setting.methods, out=tmp_path / "plain.artifact")
     assert plain.graph_id == artifact.graph_id
     assert "goldens.safetensors" not in plain.manifest.files
-    assert artifact_goldens(plain) is None
+    with pytest.raises(AssertionError):
+        goldens_of(plain)
 
 
 def test_other_weights_are_refused_for_every_output(tmp_path: Path) -> None:
     artifact, model, found = recorded(SETTINGS["several methods"], tmp_path)
     with torch.no_grad():
         model.get_parameter("embed.weight")[0, 0] += 1
-    served = load(artifact, pack(model, artifact, out=tmp_path / "v2.safetensors").path)
+    served = loaded(artifact, tmp_path, model)
     assert verified(found, served) == "finite"  # the artifact's own goldens are of other weights
     with pytest.raises(GoldenMismatch) as refused:
         verify(found, bound_of(served), engine_of(served), artifact.manifest, found.weights_id)
     names = [problem.partition("[")[0] for problem in refused.value.problems]
-    assert names == [
-        "case 0, forward, logits",
-        "case 0, forward, scaled",
-        "case 1, forward, logits",
-        "case 1, forward, scaled",
-        "case 2, code, output",
-    ]
+    outputs = [f"case {number}, forward, {name}" for number in (0, 1) for name in ("logits", "scaled")]
+    assert names == [*outputs, "case 2, code, output"]
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     artifact, model, found = recorded(SETTINGS["minus infinity"], tmp_path)
     with torch.no_grad():
         model.get_parameter("linear.bias")[1] = torch.nan
-    served = load(artifact, pack(model, artifact, out=tmp_path / "v2.safetensors").path, verify="off")
+    served = loaded(artifact, tmp_path, model, verify="off")
     with pytest.raises(GoldenMismatch, match=r"output\[\d, 1\]: expected a finite value, found nan"):
         verified(found, served)
 
@@ -89,9 +98,8 @@ def test_state_starts_from_that_of_the_artifact(tmp_path: Path) -> None:
     artifact, model, found = recorded(SETTINGS["counters"], tmp_path)
     with torch.no_grad():
         model(ROWS)  # a trainer has counted on
-    pack(model, artifact, out=tmp_path / "v1.safetensors", goldens={"forward": [(ROWS,)]})
-    beside = goldens_beside(tmp_path / "v1.safetensors", artifact.manifest)
-    assert beside is not None
+    packed = pack(model, artifact, out=tmp_path / "v1.safetensors", goldens={"forward": [(ROWS,)]})
+    beside = goldens_at(packed.path, artifact)
     assert bytes(beside.tensors["0.output.0"].data) == bytes(found.tensors["0.output.0"].data)
     assert int(model.get_buffer("steps")) == 1
 
@@ -100,9 +108,7 @@ def test_batch_norm_that_trains_is_state(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     with pytest.warns(UserWarning, match="behaves as in training"):
         artifact = export(model, (ROWS,), out=tmp_path / "m.artifact", goldens=[(ROWS,), (ROWS * 2,)])
-    found = artifact_goldens(artifact)
-    assert found is not None
-    assert verified(found, load(artifact, pack(model, artifact, out=tmp_path / "v1.safetensors").path)) == "goldens"
+    assert verified(goldens_of(artifact), loaded(artifact, tmp_path, model)) == "goldens"
     assert int(model.get_buffer("1.num_batches_tracked")) == 0
 
 
@@ -115,9 +121,8 @@ def test_integers_are_compared(tmp_path: Path) -> None:
     artifact, model, found = recorded(SETTINGS["integers"], tmp_path)
     case = msgspec.structs.replace(found.cases[0], outputs=(found.cases[0].outputs[0], 5))
     altered = found._replace(record=msgspec.structs.replace(found.record, cases=(case,), tolerance=(1.0, 1.0)))
-    served = load(artifact, pack(model, artifact, out=tmp_path / "v1.safetensors").path)
     with pytest.raises(GoldenMismatch) as refused:
-        verified(altered, served)
+        verified(altered, loaded(artifact, tmp_path, model))
     assert refused.value.problems == ("case 0, forward, 1: expected 5, found 2",)
 
 
@@ -130,26 +135,18 @@ class Answer:
 torch.export.register_dataclass(Answer, serialized_type_name="tests.exporter.test_goldens_recording.Answer")
 
 
-class Answering(nn.Module):
-    """A model whose input and output are of its own class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, before: Answer) -> Answer:
-        y = self.linear(before.score)
-        return Answer(y.sum(), [y, *before.parts])
+def answered(model: Any, before: Answer) -> Answer:
+    y = model.linear(before.score)
+    return Answer(y.sum(), [y, *before.parts])
 
 
 def test_classes_of_the_model_go_in_and_come_out(tmp_path: Path) -> None:
     call = (Answer(ROWS, [torch.ones(2)]),)
-    model = Answering().eval()
+    model = Does(answered, linear=nn.Linear(3, 3)).eval()
     artifact = export(model, call, out=tmp_path / "m.artifact", goldens=[call])
-    found = artifact_goldens(artifact)
-    assert found is not None
+    found = goldens_of(artifact)
     assert (found.cases[0].inputs, len(found.cases[0].outputs)) == (("0.input.0", "0.input.1"), 3)
-    assert verified(found, load(artifact, pack(model, artifact, out=tmp_path / "v1.safetensors").path)) == "goldens"
+    assert verified(found, loaded(artifact, tmp_path, model)) == "goldens"
 
 
 def test_random_inputs_of_random_sizes(tmp_path: Path) -> None:
@@ -159,4 +156,4 @@ def test_random_inputs_of_random_sizes(tmp_path: Path) -> None:
     with torch.no_grad():
         for number, (x,) in enumerate(calls):
             assert bytes(found.tensors[f"{number}.output.0"].data) == model(x).numpy().tobytes()
-    assert verified(found, load(artifact, pack(model, artifact, out=tmp_path / "v.safetensors").path)) == "goldens"
+    assert verified(found, loaded(artifact, tmp_path, model)) == "goldens"

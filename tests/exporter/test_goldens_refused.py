@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,31 +13,26 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.goldens import LINEAR, ROWS, SETTINGS, everything_in, recorded, same
-from weightswap_exporter import export, pack, skeleton
+from tests.support.models import Does
+from weightswap_exporter import export, pack, publish, skeleton
 from weightswap_runtime import ExportError, ParityError
 
 
-class Random(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        y = self.linear(x)
-        return {"plain": y, "noisy": y + torch.rand_like(y)}
+def noisy(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    y = model.linear(x)
+    return {"plain": y, "noisy": y + torch.rand_like(y)}
 
 
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(3, 8), nn.Dropout())
+def random() -> nn.Module:
+    return Does(noisy, linear=nn.Linear(3, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), nn.Dropout())
 
 
 @pytest.mark.filterwarnings("ignore:the exported graph behaves as in training")
-@pytest.mark.parametrize(("build", "output"), [(Random, "noisy"), (Dropping, "output")])
+@pytest.mark.parametrize(("build", "output"), [(random, "noisy"), (dropping, "output")])
 def test_a_model_that_is_not_deterministic_is_refused_by_name(
     build: Callable[[], nn.Module], output: str, tmp_path: Path
 ) -> None:
@@ -45,40 +41,25 @@ def test_a_model_that_is_not_deterministic_is_refused_by_name(
     with pytest.raises(ParityError) as refused:
         export(model, (ROWS,), out=tmp_path / "m.artifact", goldens=[(ROWS,)])
     (problem,) = refused.value.problems
-    assert problem.startswith(
-        f"case 0, forward, {output} is not deterministic: two runs of the eager model differ at ["
-    )
+    assert problem.startswith(f"case 0, forward, {output} is not deterministic: two runs of the eager model differ at")
     assert str(refused.value).endswith("call model.eval().")
     assert same(before, everything_in(model))
     assert list(tmp_path.iterdir()) == []
 
 
-class Failing(nn.Module):
-    """A model that counts its calls, then looks up rows that may not exist."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(3, 2)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.steps += 1
-        return self.embed(ids)
+def failing(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Count the calls, then look up rows that may not exist."""
+    model.steps += 1
+    return model.embed(ids)
 
 
 def test_an_error_of_the_model_is_reported_and_leaves_it_unchanged(tmp_path: Path) -> None:
-    model = Failing().eval()
-    before = everything_in(model)
+    model = Does(failing, embed=nn.Embedding(3, 2), steps=nn.Buffer(torch.zeros((), dtype=torch.int64))).eval()
+    before, calls = everything_in(model), [(torch.tensor([0, 9]),), (torch.arange(2),)]
     with pytest.raises(ParityError) as refused:
-        export(
-            model,
-            (torch.arange(2),),
-            out=tmp_path / "m.artifact",
-            goldens=[(torch.tensor([0, 9]),), (torch.arange(2),)],
-        )
+        export(model, (torch.arange(2),), out=tmp_path / "m.artifact", goldens=calls)
     (problem,) = refused.value.problems
-    assert problem.startswith("case 0, forward: the model raised forward (test_goldens_refused.py, line ")
-    assert "IndexError: index out of range" in problem
+    assert re.match(r"case 0, forward: the model raised \w+ \(test_goldens_refused.py, line .*IndexError: ", problem)
     assert same(before, everything_in(model))
 
 
@@ -90,35 +71,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "  - case 1, forward: input: dimension 1 expected 3, got 2\nGive inputs",
     ),
     "nothing given": ({"goldens": [()]}, "case 0, forward: input: missing"),
-    "a tensor for a call": (
-        {"goldens": [ROWS]},
-        "forward, call 0: expected (args, kwargs), got a Tensor",
-    ),
+    "a tensor for a call": ({"goldens": [ROWS]}, "forward, call 0: expected (args, kwargs), got a Tensor"),
     "a call for a list": ({"goldens": (ROWS,)}, "forward: expected a list of calls, got a tuple"),
     "no calls": ({"goldens": []}, "no calls to record"),
     "another method": ({"goldens": {"encode": [(ROWS,)]}}, "no method 'encode'; the methods are forward"),
     "half a tolerance": ({"goldens": [(ROWS,)], "tolerance": (0.1,)}, "expected (rtol, atol), finite and not negative"),
     "a negative tolerance": ({"goldens": [(ROWS,)], "tolerance": (0.1, -1)}, "got (0.1, -1)"),
     "no number": ({"goldens": [(ROWS,)], "tolerance": (float("nan"), 0)}, "got (nan, 0)"),
-    "a tolerance of nothing": (
-        {"tolerance": (0.1, 0.1)},
-        "tolerance: sets how goldens are compared, but there are none",
-    ),
+    "a tolerance of nothing": ({"tolerance": (0.1, 0.1)}, "tolerance: sets how goldens are compared, but there are"),
 }
 
 
 @pytest.mark.parametrize(("options", "says"), REFUSED.values(), ids=REFUSED)
-def test_wrong_requests_are_refused_by_export_and_by_pack(options: Any, says: str, tmp_path: Path) -> None:
+def test_wrong_requests_are_refused_by_all_that_record(options: Any, says: str, tmp_path: Path) -> None:
     model = nn.Linear(3, 2).eval()
-    with pytest.raises(ParityError) as refused:
+    with pytest.raises(ParityError, match=re.escape(says)):
         export(model, methods=LINEAR, out=tmp_path / "m.artifact", **options)
-    assert says in str(refused.value)
     assert list(tmp_path.iterdir()) == []
     artifact = export(model, methods=LINEAR, out=tmp_path / "m.artifact")
-    with pytest.raises(ParityError) as refused:
+    with pytest.raises(ParityError, match=re.escape(says)):
         pack(model, artifact, out=tmp_path / "v1.safetensors", **options)
-    assert says in str(refused.value)
+    with pytest.raises(ParityError, match=re.escape(says)):
+        publish(model, tmp_path / "out", artifact, step=1, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["m.artifact"]
+    publish(model, tmp_path / "out", artifact, step=2).wait(60)  # nobody waits for what was refused
 
 
 def test_a_skeleton_cannot_be_recorded_with_weights(tmp_path: Path) -> None:
@@ -135,18 +111,14 @@ def test_a_skeleton_cannot_be_recorded_with_weights(tmp_path: Path) -> None:
     [
         ({"goldens": [(torch.zeros(2, 7),)]}, "case 0, forward: input"),
         ({"goldens": [(torch.zeros(2, 3, device="meta"),)]}, "got one on meta"),
-        (
-            {"goldens": [(FakeTensorMode().from_tensor(torch.zeros(2, 3)),)]},
-            "input: has no values\nMake the inputs outside",
-        ),
+        ({"goldens": [(FakeTensorMode().from_tensor(torch.zeros(2, 3)),)]}, "input: has no values\nMake the inputs"),
     ],
 )
 def test_invalid_inputs_of_a_skeleton_are_refused(options: Any, says: str, tmp_path: Path) -> None:
     with skeleton():
         model = nn.Linear(3, 2).eval()
-    with pytest.raises(ParityError) as refused:
+    with pytest.raises(ParityError, match=re.escape(says)):
         export(model, (ROWS,), out=tmp_path / "m.artifact", **options)
-    assert says in str(refused.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,21 +144,14 @@ def test_a_method_without_an_attribute_of_its_name_is_refused(tmp_path: Path) ->
     assert found.cases[2].method == "code"
 
 
-class Choosing(nn.Module):
-    """A model that returns a different tree for other inputs, which the capture cannot see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.more = False
-
-    def forward(self, x: torch.Tensor) -> Any:
-        y = self.linear(x)
-        return {"y": y, "more": y} if self.more else {"y": y}
+def choosing(model: Any, x: torch.Tensor) -> Any:
+    y = model.linear(x)
+    return {"y": y, "more": y} if model.more else {"y": y}
 
 
 def test_a_model_with_other_outputs_is_refused(tmp_path: Path) -> None:
-    model = Choosing().eval()
+    """It returns a different tree for other inputs, which the capture cannot see."""
+    model = Does(choosing, linear=nn.Linear(3, 3), more=False).eval()
     artifact = export(model, (ROWS,), out=tmp_path / "m.artifact")
     model.more = True
     with pytest.raises(ParityError, match="expected the outputs y, the model gives y, more"):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
+import gc
+import threading
+import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support.goldens import goldens_at
 from weightswap_exporter import export, goldens, publish
-from weightswap_runtime import Artifact, CheckpointError, ParityError, load
-from weightswap_runtime.format.goldens import goldens_beside
-from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX
+from weightswap_runtime import Artifact, CheckpointError, load
 
+GOLDENS_SUFFIX = ".goldens.safetensors"
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
 
 
@@ -41,8 +42,7 @@ def test_they_are_of_the_weights_that_were_published(artifact: Artifact, tmp_pat
     packed = publication.wait(60)
     assert packed.goldens == 1
     assert names(out) == [packed.path.stem + GOLDENS_SUFFIX, packed.path.name]
-    found = goldens_beside(packed.path, artifact.manifest)
-    assert found is not None
+    found = goldens_at(packed.path, artifact)
     assert (found.weights_id, found.record.tolerance) == (packed.weights_id, (0.0, 1e-6))
     served = load(artifact, packed.path)
     assert served.history[-1].verified == "goldens"
@@ -51,69 +51,26 @@ def test_they_are_of_the_weights_that_were_published(artifact: Artifact, tmp_pat
     assert len(names(out)) == 2  # those of the same weights stay
 
 
-def test_whoever_finds_the_weights_finds_the_goldens(
-    artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[list[str]] = []
-    original = Path.replace
-
-    def replace(path: Path, target: Path) -> Path:
-        result = original(path, target)
-        seen.append([name for name in names(target.parent) if not name.startswith(".")])
-        return result
-
-    monkeypatch.setattr(Path, "replace", replace)
-    packed = publish(build(1), tmp_path / "out", artifact, step=1, goldens=[(X,)]).wait(60)
-    beside = packed.path.stem + GOLDENS_SUFFIX
-    assert seen == [[beside], [beside, packed.path.name]]
-
-
 def test_a_write_that_fails_leaves_no_goldens(
     artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, original = tmp_path / "out", Path.replace
+    out, original, seen = tmp_path / "out", Path.replace, list[list[str]]()
 
     def replace(path: Path, target: Path) -> Path:
         if not str(target).endswith(GOLDENS_SUFFIX):
+            seen.append([name for name in names(out) if not name.startswith(".")])
             raise OSError(28, "No space left on device")
         return original(path, target)
 
     monkeypatch.setattr(Path, "replace", replace)
     with pytest.raises(CheckpointError, match="No space left"):
         publish(build(1), out, artifact, step=1, goldens=[(X,)]).wait(60)
+    assert [name.endswith(GOLDENS_SUFFIX) for (name,) in seen] == [True]  # they are there before the weights
     assert names(out) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"goldens": [(torch.zeros(2, 9),)]}, "case 0, forward: input"),
-        ({"goldens": []}, "no calls to record"),
-        ({"tolerance": (0.1, 0.1)}, "there are none"),
-        ({"goldens": [(X,)], "tolerance": (math.nan, 0)}, "tolerance"),
-    ],
-)
-def test_what_cannot_be_recorded_is_refused_at_once(
-    options: Any, says: str, artifact: Artifact, tmp_path: Path
-) -> None:
-    with pytest.raises(ParityError) as refused:
-        publish(build(1), tmp_path / "out", artifact, step=1, **options)
-    assert says in str(refused.value)
-    assert not (tmp_path / "out").exists()
-    publish(build(1), tmp_path / "out", artifact, step=2).wait(60)  # nobody waits for what was refused
-
-
-def test_a_model_in_training_is_refused(artifact: Artifact, tmp_path: Path) -> None:
-    with pytest.raises(ParityError, match=r"model.eval\(\)"):
-        publish(build(1).train(), tmp_path / "out", artifact, step=1, goldens=[(X,)])
 
 
 def test_the_model_is_not_kept(artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the file is written, only copies are referenced."""
-    import gc
-    import threading
-    import weakref
-
     held = threading.Event()
     original = goldens.Recording.encode
 

@@ -6,19 +6,18 @@ import logging
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.models import Renamed
-from weightswap_exporter import export, publish
-from weightswap_exporter.packing import Packed
+from tests.support.models import Renamed, fill
+from weightswap_exporter import Packed, publish
 from weightswap_runtime import (
     Artifact,
     CheckpointError,
     DesiredError,
-    DesiredState,
     DesiredStore,
     NotPromoted,
     Unsupported,
@@ -31,50 +30,37 @@ GOLDENS = [((X,), {})]
 
 
 @pytest.fixture
-def artifact(tmp_path: Path) -> Artifact:
-    return export(Renamed().eval(), (X,), out=tmp_path / "renamed.artifact")
-
-
-@pytest.fixture
 def desired_store(tmp_path: Path) -> DesiredStore:
     (tmp_path / "run").mkdir()
     return DesiredStore(tmp_path / "run")
 
 
 def trained(value: float) -> nn.Module:
-    model = Renamed().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
+    return fill(Renamed().eval(), value)
 
 
-def test_what_is_published_is_desired_as_soon_as_it_is_there(artifact: Artifact, desired_store: DesiredStore) -> None:
-    packed = publish(trained(1.0), desired_store.where, artifact, step=1, promote=desired_store.where, by="run 7").wait(
+def test_what_is_published_is_desired_as_soon_as_it_is_there(renamed: Artifact, desired_store: DesiredStore) -> None:
+    packed = publish(trained(1.0), desired_store.where, renamed, step=1, promote=desired_store.where, by="run 7").wait(
         60
     )
     state = desired_store.read()
     assert state.weights is not None
     assert (packed.promoted, packed.refusal) == (1, "")
-    assert (state.weights.weights_id, state.weights.labels, state.weights.by) == (
-        packed.weights_id,
-        {"step": "1"},
-        "run 7",
-    )
-    assert state.weights.source == packed.path.name
-    model = load(artifact)
+    assert (state.weights.weights_id, state.weights.source) == (packed.weights_id, packed.path.name)
+    assert (state.weights.labels, state.weights.by) == ({"step": "1"}, "run 7")
+    model = load(renamed)
     with model.follow(desired_store.where, 0.01) as follower:
         assert follower.wait(60)
     assert torch.equal(model(X), trained(1.0)(X))
 
 
 def test_a_training_that_is_repeated_is_served_again_but_not_what_was_withdrawn(
-    artifact: Artifact, desired_store: DesiredStore
+    renamed: Artifact, desired_store: DesiredStore
 ) -> None:
     def published(value: float, step: int, run: str) -> Packed:
         folder = Path(desired_store.where) / run
         folder.mkdir(exist_ok=True)
-        return publish(trained(value), folder, artifact, step=step, promote=desired_store.where, by=run).wait(60)
+        return publish(trained(value), folder, renamed, step=step, promote=desired_store.where, by=run).wait(60)
 
     for step in (1, 2):
         published(float(step), step, "run 1")
@@ -95,11 +81,11 @@ def test_a_training_that_is_repeated_is_served_again_but_not_what_was_withdrawn(
 
 
 def test_a_hold_lets_the_training_go_on(
-    artifact: Artifact, desired_store: DesiredStore, caplog: pytest.LogCaptureFixture
+    renamed: Artifact, desired_store: DesiredStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "weightswap")
     desired_store.hold(revision=0, by="ana")
-    packed = publish(trained(1.0), desired_store.where, artifact, step=1, promote=desired_store.where).wait(60)
+    packed = publish(trained(1.0), desired_store.where, renamed, step=1, promote=desired_store.where).wait(60)
     assert packed.path.exists()
     assert packed.promoted is None
     assert packed.refusal.startswith("NotPromoted: ")
@@ -107,19 +93,15 @@ def test_a_hold_lets_the_training_go_on(
 
 
 def test_only_what_is_proven_is_promoted_where_that_is_the_policy(
-    artifact: Artifact, desired_store: DesiredStore
+    renamed: Artifact, desired_store: DesiredStore
 ) -> None:
     def published(value: float, step: int, **options: object) -> str:
-        packed = publish(
-            trained(value),
-            desired_store.where,
-            artifact,
-            step=step,
-            promote=desired_store.where,
-            policy="proven",
-            **options,
-        ).wait(60)  # type: ignore[arg-type]
-        return packed.refusal.partition(":")[0]
+        options |= {"promote": desired_store.where, "policy": "proven"}
+        return (
+            publish(trained(value), desired_store.where, renamed, step=step, **options)
+            .wait(60)
+            .refusal.partition(":")[0]
+        )
 
     assert published(1.0, 1) == "NotPromoted"
     assert published(2.0, 2, goldens=GOLDENS) == ""
@@ -127,11 +109,11 @@ def test_only_what_is_proven_is_promoted_where_that_is_the_policy(
     assert desired_store.read().revision == 1
 
 
-def test_a_desired_store_that_is_away_is_no_error_of_the_training(artifact: Artifact, tmp_path: Path) -> None:
-    packed = publish(trained(1.0), tmp_path / "run", artifact, step=1, promote=tmp_path / "none").wait(60)
+def test_a_desired_store_that_is_away_is_no_error_of_the_training(renamed: Artifact, tmp_path: Path) -> None:
+    packed = publish(trained(1.0), tmp_path / "run", renamed, step=1, promote=tmp_path / "none").wait(60)
     assert packed.refusal.startswith("DesiredError: ")
     with pytest.raises(Unsupported, match="policy='best'"):
-        publish(trained(1.0), tmp_path / "run", artifact, step=2, policy="best")  # type: ignore[arg-type]
+        publish(trained(1.0), tmp_path / "run", renamed, step=2, policy="best")  # type: ignore[arg-type]
 
 
 class Service:
@@ -148,15 +130,15 @@ class Service:
         return self
 
 
-def test_a_service_takes_what_is_published(artifact: Artifact, tmp_path: Path) -> None:
+def test_a_service_takes_what_is_published(renamed: Artifact, tmp_path: Path) -> None:
     service = Service()
-    packed = publish(trained(1.0), tmp_path / "run", artifact, step=1, promote=service, by="run 7").wait(60)
+    packed = publish(trained(1.0), tmp_path / "run", renamed, step=1, promote=service, by="run 7").wait(60)
     assert service.taken == [(packed.path, "run 7", "newest")]
     assert (packed.promoted, packed.receipt, packed.refusal) == (7, service, "")
-    packed = publish(trained(2.0), tmp_path / "run", artifact, step=2, promote=service, policy="proven").wait(60)
+    packed = publish(trained(2.0), tmp_path / "run", renamed, step=2, promote=service, policy="proven").wait(60)
     assert packed.refusal.startswith("NotPromoted: ")
     service.refuses = True
-    packed = publish(trained(3.0), tmp_path / "run", artifact, step=3, promote=service).wait(60)
+    packed = publish(trained(3.0), tmp_path / "run", renamed, step=3, promote=service).wait(60)
     assert (packed.promoted, packed.receipt, packed.refusal) == (None, None, "NotPromoted: on hold by ana")
     assert (packed.path.exists(), len(service.taken)) == (True, 1)
 
@@ -167,29 +149,21 @@ def weight_files(desired_store: DesiredStore) -> list[str]:
     return [name.split("-")[1].lstrip("0") if name.startswith("step-0") else name for name in names]
 
 
-def publish_steps(artifact: Artifact, desired_store: DesiredStore, steps: range, keep: int | None = 2) -> list[Packed]:
+def publish_steps(renamed: Artifact, desired_store: DesiredStore, steps: range, keep: int | None = 2) -> list[Packed]:
+    options: dict[str, Any] = {"promote": desired_store.where, "keep": keep, "goldens": GOLDENS}
     return [
-        publish(
-            trained(float(step)),
-            desired_store.where,
-            artifact,
-            step=step,
-            promote=desired_store.where,
-            keep=keep,
-            goldens=GOLDENS,
-        ).wait(60)
-        for step in steps
+        publish(trained(float(step)), desired_store.where, renamed, step=step, **options).wait(60) for step in steps
     ]
 
 
 def test_older_files_go_once_the_desired_store_can_no_longer_need_them(
-    artifact: Artifact, desired_store: DesiredStore
+    renamed: Artifact, desired_store: DesiredStore
 ) -> None:
-    publish_steps(artifact, desired_store, range(1, 5), keep=None)
+    publish_steps(renamed, desired_store, range(1, 5), keep=None)
     assert weight_files(desired_store) == ["1", "2", "3", "4"]
     run = Path(desired_store.where)
     (run / "step-000000001-0123456789ab.safetensors").write_bytes(next(run.glob("step-*4-*s")).read_bytes())
-    state = publish_steps(artifact, desired_store, range(5, 6))
+    state = publish_steps(renamed, desired_store, range(5, 6))
     assert weight_files(desired_store) == [
         "1",
         "3",
@@ -198,28 +172,28 @@ def test_older_files_go_once_the_desired_store_can_no_longer_need_them(
     ]  # the first is not what its name says: nobody published it so
     assert len(list(run.glob("*.goldens.safetensors"))) == 3
     assert desired_store.rollback(revision=state[0].promoted or 0, hold=False).weights_id
-    model = load(artifact)
+    model = load(renamed)
     with model.follow(desired_store.where, 0.01) as follower:
         assert follower.wait(60)
     assert model.labels == {"step": "4"}
 
 
-def test_what_was_rolled_back_and_what_a_delta_needs_stay(artifact: Artifact, desired_store: DesiredStore) -> None:
-    first, second, third = publish_steps(artifact, desired_store, range(1, 4), keep=None)
+def test_what_was_rolled_back_and_what_a_delta_needs_stay(renamed: Artifact, desired_store: DesiredStore) -> None:
+    first, second, third = publish_steps(renamed, desired_store, range(1, 4), keep=None)
     run = Path(desired_store.where)
     write_delta(first.path, second.path, run / "patch.safetensors")  # which the desired store does not know
     desired_store.rollback(revision=3, hold=False)
-    publish_steps(artifact, desired_store, range(4, 8), keep=1)
+    publish_steps(renamed, desired_store, range(4, 8), keep=1)
     assert third.path.exists()
     assert weight_files(desired_store) == ["patch.safetensors", "1", "2", "3", "6", "7"]
 
 
 def test_what_another_trainer_promotes_meanwhile_stays(
-    artifact: Artifact, desired_store: DesiredStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    renamed: Artifact, desired_store: DesiredStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its file appears after this trainer has read the desired store, with a time from before: its clock is behind."""
-    publish_steps(artifact, desired_store, range(1, 5), keep=None)
-    late = publish(trained(6.0), tmp_path / "elsewhere", artifact, step=6, goldens=GOLDENS).wait(60).path
+    publish_steps(renamed, desired_store, range(1, 5), keep=None)
+    late = publish(trained(6.0), tmp_path / "elsewhere", renamed, step=6, goldens=GOLDENS).wait(60).path
     read, others = DesiredStore.read, DesiredStore(desired_store.where)
 
     def overtaken(self: DesiredStore, *args: Any) -> Any:
@@ -230,65 +204,57 @@ def test_what_another_trainer_promotes_meanwhile_stays(
         return state
 
     monkeypatch.setattr(DesiredStore, "read", overtaken)
-    publish_steps(artifact, desired_store, range(5, 6), keep=1)
+    publish_steps(renamed, desired_store, range(5, 6), keep=1)
     desired = read(desired_store).weights
     assert desired is not None
     assert Path(desired_store.locate(desired)).name == late.name
     assert weight_files(desired_store)[-1] == "6"
 
 
-def test_a_clock_that_was_set_back_makes_no_file_old(artifact: Artifact, desired_store: DesiredStore) -> None:
-    publish_steps(artifact, desired_store, range(1, 5), keep=None)
-    waiting = publish(trained(9.0), desired_store.where, artifact, step=9).wait(60).path
+def test_a_clock_that_was_set_back_makes_no_file_old(renamed: Artifact, desired_store: DesiredStore) -> None:
+    publish_steps(renamed, desired_store, range(1, 5), keep=None)
+    waiting = publish(trained(9.0), desired_store.where, renamed, step=9).wait(60).path
     os.utime(waiting, (1, 1))
-    publish_steps(artifact, desired_store, range(5, 6), keep=1)
+    publish_steps(renamed, desired_store, range(5, 6), keep=1)
     assert waiting.exists()
 
 
 def test_a_delta_of_the_desired_store_keeps_its_base(
-    artifact: Artifact, desired_store: DesiredStore, tmp_path: Path
+    renamed: Artifact, desired_store: DesiredStore, tmp_path: Path
 ) -> None:
-    first, second = publish_steps(artifact, desired_store, range(1, 3), keep=None)
+    first, second = publish_steps(renamed, desired_store, range(1, 3), keep=None)
     desired_store.rollback(revision=2, to=first.weights_id, hold=False)
     write_delta(first.path, second.path, tmp_path / "patch.safetensors")
     desired_store.set(tmp_path / "patch.safetensors", revision=3)
-    publish_steps(artifact, desired_store, range(3, 6), keep=3)
+    publish_steps(renamed, desired_store, range(3, 6), keep=3)
     assert weight_files(desired_store) == ["1", "2", "3", "4", "5"]
-    publish_steps(artifact, desired_store, range(6, 8), keep=2)
+    publish_steps(renamed, desired_store, range(6, 8), keep=2)
     assert weight_files(desired_store) == ["5", "6", "7"]
 
 
 @pytest.mark.parametrize("spoil", ["the desired store", "a file", "a hold"])
 def test_nothing_is_removed_where_it_cannot_be_decided(
-    spoil: str,
-    artifact: Artifact,
-    desired_store: DesiredStore,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    spoil: str, renamed: Artifact, desired_store: DesiredStore, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
-    publish_steps(artifact, desired_store, range(1, 5), keep=None)
+    publish_steps(renamed, desired_store, range(1, 5), keep=None)
     caplog.set_level(logging.WARNING, "weightswap")
     if spoil == "a file":
         (Path(desired_store.where) / "torn.safetensors").write_bytes(b"torn")
     elif spoil == "a hold":
         desired_store.hold(revision=4)
     else:
-        monkeypatch.setattr(DesiredStore, "read", unreadable)
-    packed = publish_steps(artifact, desired_store, range(5, 6), keep=1)[0]
+        monkeypatch.setattr(DesiredStore, "read", Mock(side_effect=DesiredError("away")))
+    packed = publish_steps(renamed, desired_store, range(5, 6), keep=1)[0]
     assert (packed.promoted, packed.path.exists()) == (None if spoil == "a hold" else 5, True)
     assert [name for name in weight_files(desired_store) if name.isdigit()] == ["1", "2", "3", "4", "5"]
     assert "were not removed" in caplog.text or spoil == "a hold"
 
 
-def unreadable(_: DesiredStore) -> DesiredState:
-    raise DesiredError("away")
-
-
 def test_files_are_kept_by_number_only_where_a_desired_store_says_which(
-    artifact: Artifact, desired_store: DesiredStore
+    renamed: Artifact, desired_store: DesiredStore
 ) -> None:
     for promote in (None, Service()):
         with pytest.raises(CheckpointError, match="only a desired store says"):
-            publish(trained(1.0), desired_store.where, artifact, step=1, promote=promote, keep=3)
+            publish(trained(1.0), desired_store.where, renamed, step=1, promote=promote, keep=3)
     with pytest.raises(CheckpointError, match="1 or more"):
-        publish(trained(1.0), desired_store.where, artifact, step=1, promote=desired_store.where, keep=0)
+        publish(trained(1.0), desired_store.where, renamed, step=1, promote=desired_store.where, keep=0)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.models import Does
 from tests.support.recommender import Recommender, ids_of, train
 from weightswap_exporter import RowTracker, export, pack, publish
 from weightswap_runtime import CheckpointError, Unsupported, load
@@ -41,9 +43,35 @@ def reported(tracker: RowTracker) -> dict[str, list[int]]:
     return {name: ids.tolist() for name, ids in tracker.changed().items()}
 
 
-def copies(model: nn.Module, tracker: RowTracker) -> dict[str, torch.Tensor]:
+def unknown(tracker: RowTracker) -> list[str]:
+    """Take what has changed, and return the tables of which the rows are not known."""
+    return tracker.drain()[1]
+
+
+@contextmanager
+def compared(model: nn.Module, tracker: RowTracker) -> Iterator[None]:
+    """Expect that what a block changes is what the tracker reports."""
     tensors = dict(model.named_parameters())
-    return {name: tensors[name].detach().clone() for name in tracker.tables}
+    before = {name: tensors[name].detach().clone() for name in tracker.tables}
+    yield
+    assert reported(tracker) == differing(model, before)
+
+
+class Tracked:
+    """A recommender that is trained by SGD, and tracked."""
+
+    def __init__(self, *, sparse: bool = True, **options: Any) -> None:
+        self.model = Recommender(sparse=sparse)
+        self.optimizer = SGD(self.model.parameters(), lr=0.1, **options)
+        self.tracker = RowTracker(self.model, self.optimizer)
+
+    def train(self, steps: int = 3) -> list[str]:
+        """Return the tables of which the rows are not known then."""
+        train(self.model, [self.optimizer], steps)
+        return unknown(self.tracker)
+
+
+BOTH = ["users.weight", "items.weight"]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -57,11 +85,9 @@ def test_the_rows_are_those_that_a_comparison_finds(
     tracker = RowTracker(model, *(optimizers if told else ()))
     assert tracker.tables == ("users.weight", "items.weight")
     for _ in range(3):
-        before = copies(model, tracker)
-        train(model, optimizers)
-        rows = reported(tracker)
-        assert rows == differing(model, before)
-        assert all(rows.values())
+        with compared(model, tracker):
+            train(model, optimizers)
+        assert all(reported(tracker).values())
         tracker.drain()
         assert not any(reported(tracker).values())
 
@@ -78,11 +104,10 @@ def test_rows_of_lookups_without_a_step_have_not_changed() -> None:
 def test_lookups_that_scale_rows_change_them_even_without_a_step() -> None:
     model = nn.Sequential(nn.Embedding(500, 4, max_norm=0.1))
     tracker = RowTracker(model)
-    before = copies(model, tracker)
-    with torch.no_grad():
+    with compared(model, tracker), torch.no_grad():
         model(torch.tensor([[7, 8], [400, 7]]))
-    assert reported(tracker) == differing(model, before) == {"0.weight": [7, 8, 400]}
-    assert tracker.drain()[1] == []
+    assert reported(tracker) == {"0.weight": [7, 8, 400]}
+    assert unknown(tracker) == []
 
 
 class Shifted(nn.Embedding):
@@ -96,14 +121,14 @@ def test_lookups_of_other_ids_than_those_of_the_call_do_not_hide_what_they_scale
     model = Shifted(500, 4, max_norm=0.1)
     tracker = RowTracker(model)
     model(ids=torch.tensor([7, 8]))
-    assert tracker.drain()[1] == ["weight"]
+    assert unknown(tracker) == ["weight"]
     table = nn.Embedding(500, 4, max_norm=0.1)
     tracker = RowTracker(table)
     table.register_forward_pre_hook(lambda _, args: args[0] + 1)
-    before = copies(table, tracker)
-    table(torch.tensor([7, 8]))
-    assert reported(tracker) == differing(table, before) == {"weight": [8, 9]}
-    assert tracker.drain()[1] == []
+    with compared(table, tracker):
+        table(torch.tensor([7, 8]))
+    assert reported(tracker) == {"weight": [8, 9]}
+    assert unknown(tracker) == []
 
 
 def test_a_model_whose_lookups_are_watched_is_exported(tmp_path: Path) -> None:
@@ -115,24 +140,15 @@ def test_a_model_whose_lookups_are_watched_is_exported(tmp_path: Path) -> None:
 
 
 def test_a_table_that_is_also_the_last_layer_changes_wherever_it_has_a_gradient() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(60, 4, padding_idx=0)
-            self.head = nn.Linear(4, 60, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.head(self.table(ids))
-
-    model = Tied()
+    table, head = nn.Embedding(60, 4, padding_idx=0), nn.Linear(4, 60, bias=False)
+    head.weight = table.weight
+    model = Does(lambda m, ids: m.head(m.table(ids)), table=table, head=head)
     optimizer = SGD(model.parameters(), lr=0.1)
     tracker = RowTracker(model, optimizer)
-    before = copies(model, tracker)
-    (model(torch.tensor([0, 3])) - 1).pow(2).sum().backward()
-    optimizer.step()
     assert tracker.tables == ("table.weight",)
-    assert reported(tracker) == differing(model, before)
+    with compared(model, tracker):
+        (model(torch.tensor([0, 3])) - 1).pow(2).sum().backward()
+        optimizer.step()
     assert len(reported(tracker)["table.weight"]) == 60
     tracker.mark("head.weight", [5])
 
@@ -150,9 +166,8 @@ def test_a_table_whose_memory_another_parameter_has_is_refused(view: Callable[[n
     model = Recommender()
     model.head = nn.Linear(1, 1)
     model.head.weight = nn.Parameter(view(model.items.weight))
-    with pytest.raises(
-        CheckpointError, match=r"items\.weight has memory of head\.weight, which is another tensor.* Tie"
-    ):
+    says = r"items\.weight has memory of head\.weight, which is another tensor.* Tie"
+    with pytest.raises(CheckpointError, match=says):
         RowTracker(model)
     assert RowTracker(model, tables=["users.weight"]).tables == ("users.weight",)
     model.head.weight = model.items.weight
@@ -164,9 +179,8 @@ def test_tables_that_are_parts_of_one_memory_are_tracked_apart() -> None:
     model.users.weight, model.items.weight = (nn.Parameter(part) for part in memory.split([5_000, 40_000]))
     optimizer = SGD(model.parameters(), lr=0.1, fused=True)
     tracker = RowTracker(model, optimizer)
-    before = copies(model, tracker)
-    train(model, [optimizer])
-    assert reported(tracker) == differing(model, before)
+    with compared(model, tracker):
+        train(model, [optimizer])
 
 
 SPREADING: dict[str, tuple[Callable[..., Any], str]] = {
@@ -196,37 +210,39 @@ def test_an_optimizer_that_changes_other_rows_is_refused_at_once(build: Callable
     RowTracker(model, torch.optim.AdamW(model.top.parameters()), row_local=[type(optimizer)])
 
 
-def test_the_least_eps_is_that_of_the_dtype_of_the_table() -> None:
-    for dtype, least in ((torch.float16, 1e-4), (torch.bfloat16, 1e-10), (torch.float64, 1e-50)):
-        model = Recommender(sparse=False, dtype=dtype)
-        optimizer = Adagrad(model.parameters(), eps=least)
-        tracker = RowTracker(model, optimizer)
-        before = copies(model, tracker)
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float16, 1e-4), (torch.bfloat16, 1e-10), (torch.float64, 1e-50)])
+def test_the_least_eps_is_that_of_the_dtype_of_the_table(dtype: torch.dtype, least: float) -> None:
+    model = Recommender(sparse=False, dtype=dtype)
+    optimizer = Adagrad(model.parameters(), eps=least)
+    tracker = RowTracker(model, optimizer)
+    with compared(model, tracker):
         model(ids_of(model)).sum().backward()
         optimizer.step()
-        assert reported(tracker) == differing(model, before)
-    model = Recommender(sparse=False, dtype=torch.float16)
-    with pytest.raises(Unsupported, match=r"eps=1e-10 makes NaN .* a table of torch\.float16 it has to be 6\.1e-05"):
-        RowTracker(model, Adagrad(model.parameters()))
+    if dtype is torch.float16:
+        says = r"eps=1e-10 makes NaN .* a table of torch\.float16 it has to be 6\.1e-05"
+        with pytest.raises(Unsupported, match=says):
+            RowTracker(model, Adagrad(model.parameters()))
 
 
-@pytest.mark.parametrize("late", ["a new optimizer", "a new group", "a new momentum", "a new lr"])
+LATER: dict[str, Callable[[SGD, nn.Parameter], object]] = {
+    "a new group": lambda first, items: first.add_param_group({"params": [items], "momentum": 0.5}),
+    "a new momentum": lambda first, items: first.param_groups[0].update(momentum=0.9),
+    "a new lr": lambda first, items: first.param_groups[0].update(lr=float("nan")),
+    "a new optimizer": lambda first, items: torch.optim.Adam([items]),
+}
+
+
+@pytest.mark.parametrize("late", LATER)
 def test_an_optimizer_that_comes_later_is_refused_before_it_changes_anything(late: str) -> None:
     model = Recommender(sparse=False)
     first = SGD([model.users.weight, *model.top.parameters()], lr=0.1)
     tracker = RowTracker(model, first)
-    second = torch.optim.Adam([model.items.weight]) if late == "a new optimizer" else first
-    if late == "a new group":
-        first.add_param_group({"params": [model.items.weight], "momentum": 0.5})
-    if late == "a new momentum":
-        first.param_groups[0]["momentum"] = 0.9
-    if late == "a new lr":
-        first.param_groups[0]["lr"] = float("nan")
+    second = LATER[late](first, model.items.weight) or first
     model(ids_of(model)).sum().backward()
-    before = copies(model, tracker)
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     with pytest.raises(Unsupported, match="RowTracker: "):
         second.step()
-    assert not any(differing(model, before).values())
+    assert not any(differing(model, {name: before[name] for name in tracker.tables}).values())
     RowTracker(model, tables=["users.weight" if "group" in late or "optimizer" in late else "items.weight"])
 
 
@@ -242,25 +258,21 @@ def test_optimizers_within_others_are_examined() -> None:
 
 
 def test_steps_of_a_compiled_training_are_noticed() -> None:
-    model = Recommender(sparse=False)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    tracker = RowTracker(model, optimizer)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    before = copies(model, tracker)
-    compiled(ids_of(model)).sum().backward()
-    optimizer.step()
-    assert reported(tracker) == differing(model, before)
-    assert tracker.drain()[1] == []
+    tracked = Tracked(sparse=False)
+    compiled = torch.compile(tracked.model, backend="eager", fullgraph=True)
+    with compared(tracked.model, tracked.tracker):
+        compiled(ids_of(tracked.model)).sum().backward()
+        tracked.optimizer.step()
+    assert unknown(tracked.tracker) == []
 
 
 def test_what_is_not_tracked_may_have_any_optimizer() -> None:
     model = Recommender(sparse=False)
     optimizers = [SGD([model.items.weight], lr=0.1), torch.optim.AdamW([model.users.weight])]
     tracker = RowTracker(model, *optimizers, tables=["items.weight"])
-    before = copies(model, tracker)
-    train(model, optimizers)
-    assert reported(tracker) == differing(model, before)
-    assert list(before) == ["items.weight"]
+    with compared(model, tracker):
+        train(model, optimizers)
+    assert list(reported(tracker)) == ["items.weight"]
 
 
 def test_marked_rows_of_any_tensor_are_reported() -> None:
@@ -270,10 +282,10 @@ def test_marked_rows_of_any_tensor_are_reported() -> None:
     for ids in ([3, 1], torch.tensor([[9, 3]]), np.array([19], np.int32), []):
         tracker.mark("cache", ids)
     assert reported(tracker) == {"cache": [1, 3, 9, 19]}
-    rows, unknown = tracker.drain()
+    rows, missed = tracker.drain()
     tracker.mark("cache", [2])
     tracker.give_back(rows)
-    assert (unknown, reported(tracker)) == ([], {"cache": [1, 2, 3, 9, 19]})
+    assert (missed, reported(tracker)) == ([], {"cache": [1, 2, 3, 9, 19]})
 
 
 @pytest.mark.parametrize(
@@ -318,49 +330,48 @@ def added(model: Recommender) -> None:
 
 @pytest.mark.parametrize("change", [loaded, added])
 def test_changes_in_place_that_nobody_has_marked_are_noticed(change: Callable[[Recommender], None]) -> None:
-    model = Recommender()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    tracker = RowTracker(model, optimizer)
-    train(model, [optimizer])
-    assert tracker.drain()[1] == []
-    change(model)
-    train(model, [optimizer])  # a step hides nothing
-    assert "items.weight" in tracker.drain()[1]
-    assert tracker.drain()[1] == []
-    added(model)
-    tracker.mark("items.weight", [5])
-    assert tracker.drain()[1] == []
+    tracked = Tracked()
+    assert tracked.train() == []
+    change(tracked.model)
+    assert "items.weight" in tracked.train()  # a step hides nothing
+    assert unknown(tracked.tracker) == []
+    added(tracked.model)
+    tracked.tracker.mark("items.weight", [5])
+    assert unknown(tracked.tracker) == []
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_a_hook_of_a_step_that_changes_all_rows_is_noticed(options: dict[str, bool], when: str) -> None:
-    model = Recommender(sparse=False)
-    optimizer = SGD(model.parameters(), lr=0.1, **options)
-    tracker = RowTracker(model, optimizer)
+    tracked = Tracked(sparse=False, **options)
 
     @torch.no_grad()
     def decay(*_: object) -> None:
-        model.items.weight.mul_(0.9)
+        tracked.model.items.weight.mul_(0.9)
 
-    train(model, [optimizer])
-    assert tracker.drain()[1] == []
+    assert tracked.train() == []
+    optimizer = tracked.optimizer
     (optimizer.register_step_pre_hook if when == "before" else optimizer.register_step_post_hook)(decay)
-    train(model, [optimizer], 1)
-    assert tracker.drain()[1] == ["items.weight"]
+    assert tracked.train(1) == ["items.weight"]
 
 
 def test_a_table_that_is_given_other_memory_may_have_other_values() -> None:
-    model = Recommender()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    tracker = RowTracker(model, optimizer)
-    model.half().float()  # rounds
-    train(model, [optimizer])
-    assert tracker.drain()[1] == ["users.weight", "items.weight"]
-    train(model, [optimizer])
-    assert tracker.drain()[1] == []
-    model.items.weight.data = torch.zeros_like(model.items.weight)
-    assert tracker.drain()[1] == ["items.weight"]
+    tracked = Tracked()
+    tracked.model.half().float()  # rounds
+    assert tracked.train() == BOTH
+    assert tracked.train() == []
+    tracked.model.items.weight.data = torch.zeros_like(tracked.model.items.weight)
+    assert unknown(tracked.tracker) == ["items.weight"]
+
+
+def closure_of(tracked: Tracked) -> Callable[[], float]:
+    def closure() -> float:
+        tracked.optimizer.zero_grad()
+        loss = tracked.model(ids_of(tracked.model)).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    return closure
 
 
 @pytest.mark.parametrize("with_closure", [True, False])
@@ -369,31 +380,21 @@ def test_a_table_that_is_given_other_memory_may_have_other_values() -> None:
 def test_a_gradient_that_is_cleared_within_a_step_is_no_sign_of_no_change(
     set_to_none: bool, sparse: bool, fused: bool, with_closure: bool
 ) -> None:
-    model = Recommender(sparse=sparse)
-    optimizer = SGD(model.parameters(), lr=0.1, fused=fused)
-    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad(set_to_none))
-    tracker = RowTracker(model, optimizer)
-
-    def closure() -> float:
-        loss = model(ids_of(model)).sum()
-        loss.backward()
-        return float(loss.detach())
-
+    tracked = Tracked(sparse=sparse, fused=fused)
+    tracked.optimizer.register_step_post_hook(lambda *_: tracked.optimizer.zero_grad(set_to_none))
     if with_closure:
-        optimizer.step(closure)
+        tracked.optimizer.step(closure_of(tracked))
+        assert unknown(tracked.tracker) == BOTH
     else:
-        train(model, [optimizer], 1)
-    assert tracker.drain()[1] == ["users.weight", "items.weight"]
+        assert tracked.train(1) == BOTH
 
 
 def test_a_fused_step_changes_no_table_that_has_no_gradient() -> None:
-    model = Recommender(sparse=False)
-    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
-    tracker = RowTracker(model, optimizer)
-    model.users(torch.tensor([7])).sum().backward()
-    optimizer.step()
-    assert reported(tracker) == {"users.weight": [7], "items.weight": []}
-    assert tracker.drain()[1] == []
+    tracked = Tracked(sparse=False, fused=True)
+    tracked.model.users(torch.tensor([7])).sum().backward()
+    tracked.optimizer.step()
+    assert reported(tracked.tracker) == {"users.weight": [7], "items.weight": []}
+    assert unknown(tracked.tracker) == []
 
 
 OWN = {"each": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -401,52 +402,45 @@ OWN = {"each": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fuse
 
 @pytest.mark.parametrize("options", OWN.values(), ids=OWN)
 def test_rows_of_a_step_that_has_not_ended_are_not_known(options: dict[str, bool]) -> None:
-    model = Recommender(sparse=False)
-    optimizer = SGD(model.parameters(), lr=0.1, **options)
-    tracker = RowTracker(model, optimizer)
-    found = []
-    hook = optimizer.register_step_post_hook(lambda *_: found.append(tracker.drain()[1]))
-    train(model, [optimizer])
-    assert found == [["users.weight", "items.weight"]] * 3
+    tracked, found = Tracked(sparse=False, **options), []
+    hook = tracked.optimizer.register_step_post_hook(lambda *_: found.append(unknown(tracked.tracker)))
+    tracked.train()
+    assert found == [BOTH] * 3
     hook.remove()
-    assert tracker.drain()[1] == []
-    train(model, [optimizer])
-    assert tracker.drain()[1] == []
+    assert unknown(tracked.tracker) == []
+    assert tracked.train() == []
 
 
 @pytest.mark.parametrize("again", ["taken", "stepped", "another optimizer"])
 @pytest.mark.parametrize("options", OWN.values(), ids=OWN)
 def test_rows_of_a_step_that_has_failed_are_not_known(options: dict[str, bool], again: str) -> None:
-    model = Recommender(sparse=False)
-    optimizer = SGD(model.parameters(), lr=0.1, **options)
-    tracker = RowTracker(model, optimizer)
+    tracked = Tracked(sparse=False, **options)
 
     def fail(*_: object) -> None:
         raise ValueError("failed")
 
-    hook = optimizer.register_step_post_hook(fail)
+    hook = tracked.optimizer.register_step_post_hook(fail)
     with pytest.raises(ValueError, match="failed"):
-        train(model, [optimizer])
+        tracked.train()
     hook.remove()
     if again == "another optimizer":
-        del optimizer, hook
+        del hook
+        tracked.optimizer = None
         gc.collect()
-        optimizer = SGD(model.parameters(), lr=0.1, **options)
-    if again != "taken":
-        train(model, [optimizer])
-    assert tracker.drain()[1] == ["users.weight", "items.weight"]
-    train(model, [optimizer])
-    tracker.drain()
-    train(model, [optimizer])
-    assert tracker.drain()[1] == []
+        tracked.optimizer = SGD(tracked.model.parameters(), lr=0.1, **options)
+    assert (unknown(tracked.tracker) if again == "taken" else tracked.train()) == BOTH
+    tracked.train()
+    assert tracked.train() == []
+
+
+def alone(weight: nn.Parameter) -> nn.Module:
+    return Does(lambda m, x: x, table=weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_a_gradient_of_minus_zero_changes_rows_of_minus_zero(dtype: torch.dtype) -> None:
     weight = nn.Parameter(torch.full((9, 4), -0.0, dtype=dtype))
-    model = nn.Module()
-    model.table = weight
-    tracker = RowTracker(model, optimizer := SGD([weight], lr=0.1), tables=["table"])
+    tracker = RowTracker(alone(weight), optimizer := SGD([weight], lr=0.1), tables=["table"])
     weight.grad = torch.zeros_like(weight)
     weight.grad[[2, 5]] = -weight.grad[[2, 5]]
     before = weight.detach().clone()
@@ -469,32 +463,20 @@ class Turning(torch.optim.Optimizer):
 
 def test_tables_of_complex_numbers_need_an_optimizer_that_is_known_to_change_rows_alone() -> None:
     weight = nn.Parameter(torch.ones((9, 4), dtype=torch.complex64))
-    model = nn.Module()
-    model.table = weight
     with pytest.raises(Unsupported, match=r"table: SGD makes 0\.0 of each -0\.0 in rows of torch\.complex64"):
-        RowTracker(model, SGD([weight], lr=0.1), tables=["table"])
+        RowTracker(alone(weight), SGD([weight], lr=0.1), tables=["table"])
     optimizer = Turning([weight])
-    tracker = RowTracker(model, optimizer, tables=["table"], row_local=[Turning])
+    tracker = RowTracker(alone(weight), optimizer, tables=["table"], row_local=[Turning])
     weight[torch.tensor([3, 4])].real.sum().backward()
     optimizer.step()
     assert reported(tracker) == {"table": [3, 4]}
 
 
 def test_a_step_with_a_closure_has_the_gradient_of_its_closure() -> None:
-    model = Recommender()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    tracker = RowTracker(model, optimizer)
-    before = copies(model, tracker)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = model(ids_of(model)).sum()
-        loss.backward()
-        return float(loss.detach())
-
-    optimizer.step(closure)
-    assert reported(tracker) == differing(model, before)
-    assert tracker.drain()[1] == []
+    tracked = Tracked()
+    with compared(tracked.model, tracked.tracker):
+        tracked.optimizer.step(closure_of(tracked))
+    assert unknown(tracked.tracker) == []
 
 
 def test_a_tracker_that_is_dropped_listens_no_more() -> None:
@@ -536,16 +518,9 @@ distributed.destroy_process_group()
 
 @pytest.mark.slow
 def test_rows_that_another_process_has_looked_up_are_known(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", DISTRIBUTED, str(rank), str(tmp_path / "store")],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
+    command, environment = [sys.executable, "-c", DISTRIBUTED], {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipes: dict[str, Any] = {"env": os.environ | environment, "stderr": subprocess.PIPE, "text": True}
+    for process in [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], **pipes) for rank in range(2)]:
         said = process.communicate(timeout=200)[1]
         assert process.returncode == 0, said
 
@@ -578,11 +553,10 @@ def test_fused_optimizers_of_torchrec_change_what_its_tracker_knows(
     tracker = RowTracker(sharded.model, sharded.model.fused_optimizer, *sharded.optimizers)
     assert tracker.tables == sharded.tables
     for steps in (2, 1, 3):
-        before = copies(sharded.model, tracker)
-        sharded.train(steps)
-        assert reported(tracker) == differing(sharded.model, before)
-        rows, unknown = tracker.drain()
-        assert unknown == []
+        with compared(sharded.model, tracker):
+            sharded.train(steps)
+        rows, missed = tracker.drain()
+        assert missed == []
         assert sum(len(each.ids) for each in rows) > 20
         assert not any(reported(tracker).values())
 
@@ -655,8 +629,7 @@ def test_tables_of_torchrec_that_are_not_sharded_are_tracked_by_steps() -> None:
     model = Jagged(is_pooled=True)
     optimizer = SGD(model.parameters(), lr=0.1)
     tracker = RowTracker(model, optimizer)
-    before = copies(model, tracker)
-    model(*model.batch()).pow(2).sum().backward()
-    optimizer.step()
-    assert reported(tracker) == differing(model, before)
+    with compared(model, tracker):
+        model(*model.batch()).pow(2).sum().backward()
+        optimizer.step()
     assert tracker.tables == ("tables.embedding_bags.first.weight", "tables.embedding_bags.second.weight")

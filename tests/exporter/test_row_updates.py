@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +18,10 @@ import torch
 from torch import nn
 
 from tests.support import warm
+from tests.support.checkpoints import weights_id
 from tests.support.recommender import ITEMS, Recommender, sparse_optimizers, train
-from weightswap_exporter import Packed, RowTracker, export, pack, publish, row_updates
+from tests.support.watched import eventually
+from weightswap_exporter import Packed, RowTracker, export, publish, row_updates
 from weightswap_runtime import (
     Artifact,
     BaseMismatch,
@@ -60,7 +61,7 @@ class Training:
     @property
     def weights_id(self) -> str:
         """The id that a full file would have."""
-        return pack(self.model, self.artifact, out=self.folder.parent / "full.safetensors").weights_id
+        return weights_id(self.model, self.artifact, self.folder.parent)
 
 
 @pytest.fixture
@@ -125,16 +126,13 @@ def test_a_full_file_is_written_where_the_files_before_are_not(training: Trainin
 
 def test_training_goes_on_while_the_delta_is_written(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     training.publish()
-    expected = None
-    from weightswap_exporter.row_updates import RowUpdate
-
-    original = RowUpdate.pack
+    original = row_updates.RowUpdate.pack
 
     def late(*args: Any) -> Any:
         train(training.model, training.optimizers)
         return original(*args)
 
-    monkeypatch.setattr(RowUpdate, "pack", late)
+    monkeypatch.setattr(row_updates.RowUpdate, "pack", late)
     train(training.model, training.optimizers)
     expected = training.weights_id
     assert training.publish(steps=0).weights_id == expected
@@ -167,8 +165,8 @@ def test_a_step_that_is_published_again_replaces_no_delta_on_the_way(training: T
     assert ["." if packed.base else "F" for packed in files] == list("F.F.F.")
     full, *deltas = list(training.tracker.updates.last.files)  # type: ignore[union-attr]
     served.swap(full[0])
-    for path, weights_id in deltas:
-        served.swap(path, expect=weights_id)
+    for path, expected in deltas:
+        served.swap(path, expect=expected)
     assert is_equal(served, training.model)
 
 
@@ -186,7 +184,7 @@ def test_every_row_of_tables_of_any_type(dtype: torch.dtype, tmp_path: Path) -> 
     tracker.mark("users.weight", torch.arange(4_990, 5_000))
     packed = publish(model, tmp_path / "out", artifact, step=2, rows=tracker, check=True).wait(60)
     assert packed.base
-    assert packed.weights_id == pack(model, artifact, out=tmp_path / "e.safetensors").weights_id
+    assert packed.weights_id == weights_id(model, artifact, tmp_path)
 
 
 class Wrapper(nn.Module):
@@ -209,6 +207,9 @@ def test_the_published_model_may_be_a_wrapped_one(wrap: Callable[[nn.Module], nn
     assert packed.weights_id == training.weights_id
 
 
+WRITE = "weightswap_runtime.format.safetensors.StampedFile._write_tensor"
+
+
 def broken(*_: object) -> None:
     raise OSError("no space left")
 
@@ -216,7 +217,7 @@ def broken(*_: object) -> None:
 def test_a_failed_publication_leaves_its_rows_to_the_next(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     served = load(training.artifact, training.publish().path)
     for _ in range(2):
-        monkeypatch.setattr("weightswap_runtime.format.safetensors.StampedFile._write_tensor", broken)
+        monkeypatch.setattr(WRITE, broken)
         with pytest.raises(CheckpointError, match="cannot be written \\(no space left\\)"):
             training.publish()
         monkeypatch.undo()
@@ -238,7 +239,7 @@ def test_changes_that_nobody_has_marked_make_a_full_file(
     else:
         training.model.load_state_dict(Recommender().state_dict())
     with monkeypatch.context() as broken_disk:
-        broken_disk.setattr("weightswap_runtime.format.safetensors.StampedFile._write_tensor", broken)
+        broken_disk.setattr(WRITE, broken)
         with pytest.raises(CheckpointError):
             training.publish()
     packed = training.publish()
@@ -260,9 +261,8 @@ def test_a_row_that_was_missed_is_found_by_a_comparison(training: Training) -> N
     miss(training, 39_999)
     unchecked = training.publish()
     assert unchecked.weights_id != training.weights_id
-    with pytest.raises(
-        CheckpointError, match=r"missed changes of items\.weight, among rows 32768 to 39999\. Something"
-    ):
+    says = r"missed changes of items\.weight, among rows 32768 to 39999\. Something"
+    with pytest.raises(CheckpointError, match=says):
         training.publish(check=True)
     packed = training.publish(check=True)
     assert not packed.base
@@ -315,12 +315,9 @@ def test_goldens_are_beside_the_delta(training: Training) -> None:
 # Promotion.
 
 
-def serves(model: Model, packed: Packed) -> bool:
+def serves(model: Model, training: Training, packed: Packed) -> bool:
     """Wait until a model serves what was published."""
-    deadline = time.monotonic() + 60
-    while model.weights_id != packed.weights_id and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return model.weights_id == packed.weights_id
+    return eventually(lambda: model.weights_id == packed.weights_id) and is_equal(model, training.model)
 
 
 def test_followers_take_what_is_promoted_and_a_hold_makes_the_next_file_full(
@@ -334,8 +331,7 @@ def test_followers_take_what_is_promoted_and_a_hold_makes_the_next_file_full(
         for _ in range(12):
             packed = training.publish(steps=1)
             assert packed.refusal == ""
-            assert serves(served, packed)
-            assert is_equal(served, training.model)
+            assert serves(served, training, packed)
         assert packed.base
         desired_store.hold(revision=desired_store.read().revision)
         assert training.publish().refusal.startswith("NotPromoted")
@@ -345,15 +341,12 @@ def test_followers_take_what_is_promoted_and_a_hold_makes_the_next_file_full(
         assert (packed.base, packed.refusal) == ("", "")
         packed = training.publish()
         assert (bool(packed.base), packed.refusal) == (True, "")
-        assert serves(served, packed)
-        assert is_equal(served, training.model)
+        assert serves(served, training, packed)
     assert packed.weights_id == training.weights_id
     fresh = load(training.artifact)
     with fresh.follow(desired_store.where, 0.01):
-        assert serves(fresh, packed)
-    assert is_equal(fresh, training.model)
-    names = {path.name for path in training.folder.glob("step-*.safetensors")}
-    assert len(names) < 15
+        assert serves(fresh, training, packed)
+    assert len(list(training.folder.glob("step-*.safetensors"))) < 15
 
 
 def test_a_watcher_takes_the_deltas_of_a_directory(training: Training) -> None:
@@ -361,8 +354,7 @@ def test_a_watcher_takes_the_deltas_of_a_directory(training: Training) -> None:
     served = load(training.artifact)
     with served.watch(training.folder, 0.01):
         for _ in range(5):
-            assert serves(served, training.publish(full_every=3))
-            assert is_equal(served, training.model)
+            assert serves(served, training, training.publish(full_every=3))
 
 
 def test_what_must_be_proven_is_tried_upon_its_bases(training: Training) -> None:
@@ -386,69 +378,55 @@ class Story:
     """A training to which something happens between publications."""
 
     def __init__(self, training: Training, patch: pytest.MonkeyPatch, random: Random) -> None:
-        self._training, self._patch, self._random = training, patch, random
-        self._happenings = [
-            self._step,
-            self._step,
-            self._mark,
-            self._mark_many,
-            self._train_the_top,
-            self._load,
-            self._fail,
-            self._fail_early,
-            self._remove,
-            self._move,
-            self._toggle_native,
-        ]
+        self.training, self.patch, self.random = training, patch, random
+        kept = {"__init__", "go_on"}
+        self.happenings = [getattr(self, name) for name in vars(Story) if name not in kept and name[0] != "_"]
 
     def go_on(self) -> None:
-        for happens in self._random.sample(self._happenings, self._random.randrange(4)):
+        for happens in self.random.sample(self.happenings, self.random.randrange(4)):
             happens()
 
-    def _step(self) -> None:
-        train(self._training.model, self._training.optimizers, 1)
+    def step(self) -> None:
+        train(self.training.model, self.training.optimizers, 1)
 
-    def _mark(self, count: int = 3) -> None:
-        table = self._training.model.items.weight
+    def mark(self, count: int = 3) -> None:
         ids = torch.randint(0, ITEMS, (count,))
         with torch.no_grad():
-            table[ids] += 1
-        self._training.tracker.mark("items.weight", ids)
+            self.training.model.items.weight[ids] += 1
+        self.training.tracker.mark("items.weight", ids)
 
-    def _mark_many(self) -> None:
-        self._mark(30_000)
+    def mark_many(self) -> None:
+        self.mark(30_000)
 
-    def _train_the_top(self) -> None:
+    def train_the_top(self) -> None:
         with torch.no_grad():
-            self._training.model.top.weight += 1
+            self.training.model.top.weight += 1
 
-    def _load(self) -> None:
-        self._training.model.load_state_dict(Recommender().state_dict())
+    def load(self) -> None:
+        self.training.model.load_state_dict(Recommender().state_dict())
 
-    def _fail(self) -> None:
-        with self._patch.context() as disk:
-            disk.setattr("weightswap_runtime.format.safetensors.StampedFile._write_tensor", broken)
-            with suppress(CheckpointError):  # nothing is written if nothing has changed
-                self._training.publish(steps=self._random.randrange(2))
+    def fail(self) -> None:
+        with self.patch.context() as disk, suppress(CheckpointError):  # nothing is written if nothing has changed
+            disk.setattr(WRITE, broken)
+            self.training.publish(steps=self.random.randrange(2))
 
-    def _fail_early(self) -> None:
+    def fail_early(self) -> None:
+        folder, artifact = self.training.folder, self.training.artifact
         with pytest.raises(WeightsMismatch):
-            publish(
-                nn.Linear(3, 3), self._training.folder, self._training.artifact, step=1, rows=self._training.tracker
-            ).wait(60)
+            publish(nn.Linear(3, 3), folder, artifact, step=1, rows=self.training.tracker).wait(60)
 
-    def _remove(self) -> None:
-        if files := sorted(self._training.folder.glob("*")):
-            self._random.choice(files).unlink()
+    def remove(self) -> None:
+        if files := sorted(self.training.folder.glob("*")):
+            self.random.choice(files).unlink()
 
-    def _move(self) -> None:
-        self._training.folder = self._training.folder.with_name(f"out{self._random.randrange(3)}")
+    def move(self) -> None:
+        self.training.folder = self.training.folder.with_name(f"out{self.random.randrange(3)}")
 
-    def _toggle_native(self) -> None:
+    def toggle_native(self) -> None:
         if native.library is None:
-            self._patch.undo()
+            self.patch.undo()
         else:
-            self._patch.setattr(native, "library", None)
+            self.patch.setattr(native, "library", None)
 
 
 @pytest.mark.sampled(4)
@@ -474,9 +452,9 @@ def test_whatever_happens_the_id_is_that_of_a_full_file(
 
 def test_tables_that_are_not_as_in_the_file_are_refused_by_name(artifact: Artifact, tmp_path: Path) -> None:
     model = Recommender(dtype=torch.float64)
-    tracker = RowTracker(model)
+    cast = {"rows": RowTracker(model), "dtype": "float32"}
     with pytest.raises(CheckpointError, match=r"rows=: users\.weight: is F64, and would be cast to F32; items\.weight"):
-        publish(model, tmp_path / "out", artifact, step=1, rows=tracker, dtype="float32").wait(60)
+        publish(model, tmp_path / "out", artifact, step=1, **cast).wait(60)
     turned = Recommender()
     turned.items.weight = nn.Parameter(torch.randn(16, ITEMS).t())
     tracker = RowTracker(turned)
@@ -488,7 +466,7 @@ def test_tables_that_are_not_as_in_the_file_are_refused_by_name(artifact: Artifa
         turned.items.weight[3] += 1
     packed = publish(turned, tmp_path / "out", artifact, step=2, rows=fewer).wait(60)
     assert (packed.base != "", packed.nbytes) == (True, ITEMS * 16 * 4)
-    assert packed.weights_id == pack(turned, artifact, out=tmp_path / "e.safetensors").weights_id
+    assert packed.weights_id == weights_id(turned, artifact, tmp_path)
 
 
 def test_a_table_that_is_no_longer_the_models_is_refused(training: Training) -> None:

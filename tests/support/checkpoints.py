@@ -1,4 +1,4 @@
-"""Checkpoints in the forms in which trainers save them."""
+"""Checkpoints in the forms in which trainers save them, and what packing makes of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint
+
+from weightswap_exporter import pack
+from weightswap_runtime import Artifact
 
 
 def tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -69,3 +73,24 @@ def saved_shards(folder: Path, state: Mapping[str, Any], suffix: str) -> Path:
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index))
     return folder
+
+
+def weights_id(source: Any, artifact: Artifact, folder: Path, **options: Any) -> str:
+    """Pack a checkpoint, and return the id of its weights; options: of `pack()`."""
+    return pack(source, artifact, out=folder / "packed.safetensors", **options).weights_id
+
+
+def refuses(error: type[Exception], says: str, source: Any, artifact: Artifact, folder: Path, **options: Any) -> str:
+    """Expect that a checkpoint is not packed, and that nothing is written; return the whole message."""
+    out = folder / "refused"
+    out.mkdir(exist_ok=True)
+    with pytest.raises(error) as refused:
+        pack(source, artifact, out=out / "v.safetensors", **options)
+    assert says in str(refused.value)
+    assert not list(out.iterdir())
+    return str(refused.value)
+
+
+def by_error(table: Mapping[type[Exception], Mapping[str, tuple[Any, ...]]]) -> list[Any]:
+    """Return the rows of a table as parameters, each after its error."""
+    return [pytest.param(error, *row, id=name) for error, rows in table.items() for name, row in rows.items()]

@@ -11,34 +11,19 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from tests.support.models import Counter, Everything, Nested, Views
+from tests.support.models import Counter, Does, Everything, Nested, Views
 from tests.support.sessions import bound_of
 from tests.support.setups import different
 from tests.zoo.entries import GROUPED, hf
 from weightswap_exporter import MethodSpec, export
 from weightswap_runtime import Artifact, Model
-from weightswap_runtime.format.goldens import Goldens, artifact_goldens
+from weightswap_runtime.format.goldens import Goldens, artifact_goldens, goldens_beside
 from weightswap_runtime.model.served import engine_of
 from weightswap_runtime.staging.golden_check import verify
 
 IMAGE = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(1))
-
-
 ROWS = torch.randn(2, 3, generator=torch.Generator().manual_seed(2))
-
-
 LINEAR = {"forward": MethodSpec("forward", (torch.zeros(2, 3),), {}, {"input": {0: Dim("batch", max=8)}})}
-
-
-class Masked(nn.Module):
-    """Linear layer whose output is minus infinity where the input is negative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).masked_fill(x < 0, float("-inf"))
 
 
 class Cached(nn.Module):
@@ -56,6 +41,15 @@ class Cached(nn.Module):
         return {"keys": self.keys, "written": self.written}
 
 
+def masked() -> nn.Module:
+    """Return a linear layer whose output is minus infinity where the input is negative."""
+    return Does(lambda m, x: m.linear(x).masked_fill(x < 0, float("-inf")), linear=nn.Linear(3, 3))
+
+
+def changing() -> nn.Module:
+    return Does(lambda m, x: m.linear(x.add_(1)), linear=nn.Linear(3, 3))
+
+
 class Sized(nn.Module):
     """Linear layer with an integer input and an integer output."""
 
@@ -67,25 +61,11 @@ class Sized(nn.Module):
         return self.linear(x) * times, x.shape[0]
 
 
-class Scaled(nn.Module):
+class Multiplied(Sized):
     """Linear layer with a literal whose default is not the exported value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor, scale: float = 3.0) -> torch.Tensor:
         return self.linear(x) * scale
-
-
-class Changing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.add_(1)
-        return self.linear(x)
 
 
 class Setting(NamedTuple):
@@ -99,8 +79,6 @@ NESTED = (
     (ROWS[:, :1].repeat(1, 4), [torch.ones(4), {"deep": torch.ones(2, 4)}], torch.ones(4)),
     {"options": {"gain": torch.ones(4)}, "flag": True},
 )
-
-
 TOKENS = {"input_ids": torch.arange(8).view(2, 4), "attention_mask": torch.ones(2, 4, dtype=torch.int64)}
 
 
@@ -140,9 +118,9 @@ SETTINGS: dict[str, Setting] = {
         [(ROWS, 7), (torch.cat([ROWS, ROWS]), 2)],
         2,
     ),
-    "a literal that is left out": Setting(Scaled, {"forward": MethodSpec("forward", (ROWS, 2.0))}, [(ROWS,)], 1),
+    "a literal that is left out": Setting(Multiplied, {"forward": MethodSpec("forward", (ROWS, 2.0))}, [(ROWS,)], 1),
     "views of weights": Setting(Views, {"only": MethodSpec("forward", (torch.ones(4),))}, [(torch.ones(4),)], 1),
-    "minus infinity": Setting(Masked, {"forward": MethodSpec("forward", (ROWS,))}, [(ROWS,)], 1),
+    "minus infinity": Setting(masked, {"forward": MethodSpec("forward", (ROWS,))}, [(ROWS,)], 1),
     "bfloat16": Setting(
         lambda: nn.Linear(3, 3).bfloat16(),
         {"forward": MethodSpec("forward", (ROWS.bfloat16(),))},
@@ -155,19 +133,14 @@ SETTINGS: dict[str, Setting] = {
         [(torch.linspace(-1, 1, 448).sin().view(64, 7).t(),)],
         1,
     ),
-    "inputs that are written to": Setting(Changing, {"forward": MethodSpec("forward", (ROWS,))}, [(ROWS,)], 1),
+    "inputs that are written to": Setting(changing, {"forward": MethodSpec("forward", (ROWS,))}, [(ROWS,)], 1),
     "an encoder layer, which has a fused path": Setting(
         lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
         {"forward": MethodSpec("forward", (torch.zeros(2, 3, 16),))},
         [(torch.linspace(-1, 1, 96).view(2, 3, 16),)],
         1,
     ),
-    "a model of transformers": Setting(
-        caching,
-        {"forward": MethodSpec("forward", (), TOKENS)},
-        [((), TOKENS)],
-        1,
-    ),
+    "a model of transformers": Setting(caching, {"forward": MethodSpec("forward", (), TOKENS)}, [((), TOKENS)], 1),
 }
 
 
@@ -177,9 +150,20 @@ every = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def recorded(setting: Setting, folder: Path, **options: Any) -> tuple[Artifact, nn.Module, Goldens]:
     model = different(setting.build, 1)
     artifact = export(model, methods=setting.methods, out=folder / "m.artifact", goldens=setting.goldens, **options)
-    goldens = artifact_goldens(artifact)
-    assert goldens is not None
-    return artifact, model, goldens
+    return artifact, model, goldens_of(artifact)
+
+
+def goldens_of(artifact: Artifact) -> Goldens:
+    found = artifact_goldens(artifact)
+    assert found is not None
+    return found
+
+
+def goldens_at(weights: Path | str, artifact: Artifact) -> Goldens:
+    """Return the goldens beside a weight file."""
+    found = goldens_beside(weights, artifact.manifest)
+    assert found is not None
+    return found
 
 
 def verified(goldens: Goldens, model: Model) -> str:

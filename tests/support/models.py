@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+
+class Does(nn.Module):
+    """Module that returns `act(self, x)`, with what it holds by name: modules, parameters, `nn.Buffer`s, anything."""
+
+    def __init__(self, act: Callable[[Any, torch.Tensor], Any], **held: Any) -> None:
+        super().__init__()
+        self.act = act
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.act(self, x)
+
+
+def doing(*values: Any) -> Any:
+    """Return the last of what a lambda does."""
+    return values[-1]
 
 
 class Everything(nn.Module):
@@ -118,3 +137,10 @@ class Renamed(nn.Module):
         return "a note"
 
     def set_extra_state(self, state: str) -> None: ...
+
+
+def fill(model: nn.Module, value: float) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model

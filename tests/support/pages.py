@@ -20,6 +20,11 @@ def page(name: str) -> str:
     return (DOCS / f"{name}.md").read_text()
 
 
+def blocks(text: str, language: str) -> list[str]:
+    """Return the blocks of code in a language, in the order of the page."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
 def shell(folder: Path, commands: str) -> str:
     program = f"{warm.python()} -c 'from weightswap_tools.program import main; main()'"
     script = f"set -e\n{commands.replace('weightswap ', program + ' ')}"
@@ -36,7 +41,7 @@ def python(folder: Path, *parts: str) -> str:
 def prepare_recipe(folder: Path) -> str:
     """Write the recipe of the command-line page, its checkpoints and inputs; return the page."""
     text = page("commands")
-    (recipe,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (recipe,) = blocks(text, "python")
     (folder / "recipe.py").write_text(recipe)
     prepare = (
         "import numpy, recipe, torch; torch.save(recipe.Tagger().state_dict(), 'checkpoint.pt');"

@@ -1,13 +1,11 @@
-"""Checkpoints in every form, and the commands that read them."""
+"""Checkpoints in every form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from typer.testing import CliRunner
 
 from tests.support.checkpoints import saved, saved_before_zip, saved_distributed, saved_folder, saved_shards
 
@@ -41,12 +39,6 @@ FORMS: dict[str, Callable[[Path, State], Path]] = {
         folder / "dcp", {"model": dict(state), "optimizer": {"state": {"w": {"exp_avg": torch.ones(9)}}}}
     ),
 }
-
-
-def command(of: Any, *arguments: object, status: int = 0) -> str:
-    done = CliRunner().invoke(of, [str(argument) for argument in arguments])
-    assert done.exit_code == status, done.output
-    return done.output
 
 
 def written(path: Path, raw: bytes) -> Path:

@@ -1,4 +1,4 @@
-"""Artifact with several sets of weights, and the comparison of trees, shared by tests of both packages."""
+"""Artifacts with their weights, and the comparison of trees, shared by tests of both packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ import torch
 from torch import nn
 
 from weightswap_exporter import MethodSpec, export, pack, skeleton
-from weightswap_runtime import Artifact
+from weightswap_runtime import Artifact, Model, load
+
+
+def served(folder: Path, eager: nn.Module, *args: Any, weights: Any = None, **options: Any) -> Model:
+    """Return an exported model with its own weights, or others; args and options: of `export()`."""
+    artifact = export(eager, args, out=folder / "a", **options)
+    return loaded(artifact, folder, eager if weights is None else weights)
+
+
+def loaded(artifact: Artifact, folder: Path, weights: Any, **options: Any) -> Model:
+    """Return a model with weights that are packed for it; options: of `load()`."""
+    return load(artifact, pack(weights, artifact, out=folder / "w.safetensors").path, **options)
 
 
 def different(build: Callable[[], nn.Module], seed: int) -> nn.Module:

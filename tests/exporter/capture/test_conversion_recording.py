@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from tests.support import loading, warm
-from tests.support.models import Counter, Renamed
+from tests.support.checkpoints import weights_id
+from tests.support.models import Does
 from tests.support.setups import different
 from weightswap_exporter import MethodSpec, export, pack, skeleton
 from weightswap_exporter.capture import conversion as recording
@@ -30,14 +31,6 @@ State = dict[str, Any]
 
 def sources(artifact: Any) -> dict[str, WeightSource]:
     return {source.weight: source for source in artifact.manifest.conversion.sources}
-
-
-def test_hooks_that_only_save_are_covered_by_identity(tmp_path: Path) -> None:
-    artifact = export(Renamed().eval(), (torch.ones(1, 3),), out=tmp_path / "a.artifact")
-    assert sources(artifact)["layers.0.layer.weight"] == WeightSource(
-        weight="layers.0.layer.weight", keys=("layers.0.weight",)
-    )
-    assert not (artifact.path / "conversion.pt2").exists()
 
 
 class Padded(nn.Module):
@@ -76,11 +69,6 @@ def test_keys_without_a_weight_are_reported(tmp_path: Path) -> None:
     assert pack(state, artifact, out=tmp_path / "v.safetensors").ignored == extra
 
 
-def test_state_is_ignored(tmp_path: Path) -> None:
-    artifact = export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a.artifact")
-    assert artifact.manifest.conversion.ignored == ("steps",)
-
-
 def test_loading_code_that_reads_values_leaves_packing(tmp_path: Path) -> None:
     model = different(loading.ReadsValues, 1)
     with pytest.warns(UserWarning, match=r"cannot be recorded: _rescale \(loading.py, line \d+\): .* pack them on the"):
@@ -105,45 +93,32 @@ def test_loading_code_that_reads_values_leaves_packing(tmp_path: Path) -> None:
     assert not torch.equal(served(X), model(X).detach())
 
 
-class Custom(nn.Module):
-    """Its checkpoints come in a form that only `read` knows."""
+def custom() -> nn.Module:
+    """Return a model whose checkpoints come in a form that only `read` knows."""
+    return Does(lambda m, x: m.linear(x), linear=nn.Linear(4, 4)).eval()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-    @staticmethod
-    def read(model: nn.Module, checkpoint: State) -> None:
-        weight, bias = checkpoint["all"].split([16, 4])
-        model.load_state_dict({"linear.weight": weight.view(4, 4), "linear.bias": bias})
+def read(model: nn.Module, checkpoint: State) -> None:
+    weight, bias = checkpoint["all"].split([16, 4])
+    model.load_state_dict({"linear.weight": weight.view(4, 4), "linear.bias": bias})
 
 
 def test_a_loading_function_is_traced(tmp_path: Path) -> None:
     example = {"all": torch.zeros(20, device="meta")}
-    artifact = export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=Custom.read, checkpoint=example)
+    artifact = export(custom(), (X,), out=tmp_path / "a.artifact", load=read, checkpoint=example)
     checkpoint = {"all": torch.randn(20, generator=torch.Generator().manual_seed(1))}
     path = tmp_path / "c.safetensors"
     safetensors.torch.save_file(checkpoint, path)
-    model = Custom()
-    Custom.read(model, checkpoint)
+    model = custom()
+    read(model, checkpoint)
     with torch.no_grad():
         assert torch.equal(load(artifact, path)(X), model(X))
 
 
+LINEAR = {"linear.weight": torch.zeros(4, 4), "linear.bias": torch.zeros(4)}
 EXPLICIT: dict[str, tuple[Any, type[Exception], str]] = {
-    "a key of another name": (
-        {"linear.weight": torch.zeros(4, 4), "linear.bais": torch.zeros(4)},
-        CaptureError,
-        "bais",
-    ),
-    "a key too many": (
-        {"linear.weight": torch.zeros(4, 4), "linear.bias": torch.zeros(4), "more": torch.zeros(1)},
-        CaptureError,
-        "more",
-    ),
+    "another name": ({"linear.weight": torch.zeros(4, 4), "linear.bais": torch.zeros(4)}, CaptureError, "bais"),
+    "a key too many": (LINEAR | {"more": torch.zeros(1)}, CaptureError, "more"),
     "a level above": ({"model": {"a": torch.zeros(1)}}, CheckpointError, r"under 'model'; give checkpoint\['model'\]"),
     "a path of nothing": ("nowhere.pt", CheckpointError, "nowhere.pt: no such file"),
     "a number": (3, CheckpointError, "expected a dict of tensors or a path, got a int"),
@@ -155,7 +130,7 @@ def test_an_example_that_the_model_does_not_load_is_refused(
     checkpoint: Any, error: type[Exception], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=says):
-        export(Custom().eval(), (X,), out=tmp_path / "a.artifact", checkpoint=checkpoint)
+        export(custom(), (X,), out=tmp_path / "a.artifact", checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("name", ["old.safetensors", "old.pt", "nested.pt"])
@@ -170,22 +145,21 @@ def test_an_example_may_be_a_file(name: str, tmp_path: Path) -> None:
 
 
 def test_keys_that_a_loading_function_leaves_out_are_reported(tmp_path: Path) -> None:
-    def read(model: nn.Module, checkpoint: State) -> None:
+    def lenient(model: nn.Module, checkpoint: State) -> None:
         model.load_state_dict(checkpoint, strict=False, assign=True)
 
-    checkpoint = {**Custom().state_dict(), "more": torch.zeros(1)}
+    checkpoint = {**custom().state_dict(), "more": torch.zeros(1)}
     with pytest.warns(UserWarning, match="no weight uses these checkpoint keys: more$"):
-        artifact = export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=read, checkpoint=checkpoint)
+        artifact = export(custom(), (X,), out=tmp_path / "a.artifact", load=lenient, checkpoint=checkpoint)
     assert artifact.manifest.conversion.ignored == ("more",)
 
 
 @pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), nn.DataParallel])
 def test_a_wrapper_is_taken_off(wrap: Any, tmp_path: Path) -> None:
-    model = different(Custom, 1)
+    model = different(custom, 1)
     artifact = export(wrap(model), (X,), out=tmp_path / "a.artifact")
     assert artifact.manifest == export(model, (X,), out=tmp_path / "b.artifact").manifest
-    packed = pack(wrap(model), artifact, out=tmp_path / "v.safetensors")
-    assert packed.weights_id == pack(model, artifact, out=tmp_path / "w.safetensors").weights_id
+    assert weights_id(wrap(model), artifact, tmp_path) == weights_id(model, artifact, tmp_path)
 
 
 class Partly(nn.Module):
@@ -227,60 +201,36 @@ def test_weights_of_which_a_checkpoint_gives_a_part_are_reported(tmp_path: Path)
         load(artifact, path)
 
 
-class Scaled(nn.Module):
-    """One tensor under two names; its checkpoints have another for each."""
+def tied() -> nn.Module:
+    """Return a model with one tensor under two names."""
+    model = Does(lambda m, x: m.head(x), embed=nn.Embedding(3, 4), head=nn.Linear(4, 3, bias=False))
+    model.head.weight = model.embed.weight
+    return model.eval()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False)
-        self.head.weight = self.embed.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x)
-
-    @staticmethod
+def test_tied_tensors_that_loading_tears_apart_are_reported(tmp_path: Path) -> None:
     def read(model: nn.Module, checkpoint: State) -> None:
         scaled = {"embed.weight": checkpoint["w"], "head.weight": checkpoint["w"] * 2}
         model.load_state_dict(scaled, assign=True)
 
-
-def test_tied_tensors_that_loading_tears_apart_are_reported(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"loading a checkpoint gives embed.weight and head.weight, which are one"):
-        export(
-            Scaled().eval(),
-            (X,),
-            out=tmp_path / "a.artifact",
-            load=Scaled.read,
-            checkpoint={"w": torch.zeros(3, 4)},
-        )
+        export(tied(), (X,), out=tmp_path / "a.artifact", load=read, checkpoint={"w": torch.zeros(3, 4)})
 
 
 def test_the_last_of_two_tied_tensors_that_have_to_be_cast_counts(tmp_path: Path) -> None:
     names = ("embed.weight", "head.weight")
     checkpoint = {name: torch.zeros(3, 4, dtype=torch.bfloat16) for name in names}
-    artifact = export(Scaled().eval(), (X,), out=tmp_path / "a.artifact", checkpoint=checkpoint)
+    artifact = export(tied(), (X,), out=tmp_path / "a.artifact", checkpoint=checkpoint)
     assert sources(artifact)["embed.weight"].keys == ("head.weight",)
-
-
-class Relative(nn.Module):
-    """Checkpoints have the difference to the model's values; a hook keeps the parameter itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        weight = self.weight
-        self.register_load_state_dict_pre_hook(
-            lambda module, state, prefix, *_: state.update(weight=state["weight"] + weight)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
 
 
 @pytest.mark.parametrize("hollow", [False, True])
 def test_present_values_of_the_model_do_not_become_a_part_of_the_conversion(hollow: bool, tmp_path: Path) -> None:
+    """Checkpoints have the difference to the model's values; a hook keeps the parameter itself."""
     with skeleton() if hollow else nullcontext():
-        model = Relative()
+        model = Does(lambda m, x: x * m.weight, weight=nn.Parameter(torch.ones(4)))
+    weight = model.weight
+    model.register_load_state_dict_pre_hook(lambda _, state, *__: state.update(weight=state["weight"] + weight))
     with pytest.raises(CaptureError, match="the loading code uses the model's current values"):
         export(model, (X,), out=tmp_path / "a.artifact")
 
@@ -311,49 +261,24 @@ def test_checkpoints_are_of_the_version_that_the_model_saves(tmp_path: Path) -> 
     assert sources(export(model, (X,), out=tmp_path / "b.artifact", checkpoint=old))["weight"].transform == 0
 
 
-class Table(nn.Module):
-    """Loading computes a constant of the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.register_buffer("squares", torch.ones(4), persistent=False)
-        self.register_load_state_dict_post_hook(self._compute)
-
-    @staticmethod
-    def _compute(module: nn.Module, _: Any) -> None:
-        module.squares = module.weight.detach() ** 2
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.squares
-
-
 def test_loading_that_changes_a_constant_is_refused(tmp_path: Path) -> None:
-    model = Table()
-    squares = model.squares
+    buffer = nn.Buffer(torch.ones(4), persistent=False)
+    model = Does(lambda m, x: x * m.squares, weight=nn.Parameter(torch.ones(4)), squares=buffer)
+    model.register_load_state_dict_post_hook(lambda m, _: setattr(m, "squares", m.weight.detach() ** 2))
     with pytest.raises(CaptureError, match="replaces squares, which belongs to the graph"):
         export(model, (X,), out=tmp_path / "a.artifact")
-    assert model.squares is squares
-
-
-class FailsToSave(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self._register_state_dict_hook(self._fail)
-
-    @staticmethod
-    def _fail(module: nn.Module, *_: Any) -> None:
-        raise ValueError("no saving today")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
+    assert model.squares is buffer
 
 
 def test_a_state_dict_that_fails_is_named(tmp_path: Path) -> None:
-    says = r"model.state_dict\(\) fails: _fail \(test_conversion_recording.py, line \d+\): ValueError: no saving today"
+    def fail(*_: object) -> None:
+        raise ValueError("no saving today")
+
+    model = Does(lambda m, x: x * m.weight, weight=nn.Parameter(torch.ones(4)))
+    model._register_state_dict_hook(fail)
+    says = r"model.state_dict\(\) fails: fail \(test_conversion_recording.py, line \d+\): ValueError: no saving today"
     with pytest.warns(UserWarning, match=says):
-        export(FailsToSave(), (X,), out=tmp_path / "a.artifact")
+        export(model, (X,), out=tmp_path / "a.artifact")
 
 
 @pytest.mark.parametrize(
@@ -367,10 +292,9 @@ def test_a_checkpoint_of_another_model_is_refused_at_export(checkpoint: State, s
     def strictly(model: nn.Module, state: State) -> None:
         model.load_state_dict(state, assign=True)
 
-    with pytest.raises(
-        CaptureError, match=f"a checkpoint like the given one does not load into the model: (.|\n)*{says}"
-    ):
-        export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=strictly, checkpoint=checkpoint)
+    says = f"a checkpoint like the given one does not load into the model: (.|\n)*{says}"
+    with pytest.raises(CaptureError, match=says):
+        export(custom(), (X,), out=tmp_path / "a.artifact", load=strictly, checkpoint=checkpoint)
     assert not (tmp_path / "a.artifact").exists()
 
 
@@ -408,9 +332,9 @@ def test_an_operator_that_the_server_lacks_is_named(tmp_path: Path) -> None:
             halved = {name: torch.ops.weightswap_test.halve(value) for name, value in checkpoint.items()}
             model.load_state_dict(halved, assign=True)
 
-        artifact = export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=read)
+        artifact = export(custom(), (X,), out=tmp_path / "a.artifact", load=read)
         path = tmp_path / "c.safetensors"
-        safetensors.torch.save_file(dict(Custom().state_dict()), path)
+        safetensors.torch.save_file(dict(custom().state_dict()), path)
         load(artifact, path, keys="checkpoint")
     subprocess.run([warm.python(), "-c", NEEDS_AN_OPERATOR, artifact.path, path], check=True)
 
@@ -430,22 +354,10 @@ def test_the_loading_code_of_norms_needs_no_recording(monkeypatch: pytest.Monkey
     assert traced
 
 
-class DerivesABuffer(nn.Module):
-    """Fills a buffer that checkpoints do not have after each loading."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("turned", torch.zeros(3, 3), persistent=False)
-        self.register_load_state_dict_post_hook(lambda module, _: module.fill())
-
-    def fill(self) -> None:
-        self.turned.copy_(self.linear.weight.detach().T)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.turned
-
-
 def test_a_constant_that_loading_fills_is_advised_to_be_a_weight(tmp_path: Path) -> None:
+    """A buffer that checkpoints do not have, filled after each loading."""
+    turned = nn.Buffer(torch.zeros(3, 3), persistent=False)
+    model = Does(lambda m, x: x @ m.turned, linear=nn.Linear(3, 3), turned=turned)
+    model.register_load_state_dict_post_hook(lambda m, _: m.turned.copy_(m.linear.weight.detach().T))
     with pytest.warns(UserWarning, match=r"neither a weight nor of the checkpoint; if it is a buffer, register it"):
-        export(DerivesABuffer().eval(), (torch.ones(2, 3),), out=tmp_path / "a")
+        export(model.eval(), (torch.ones(2, 3),), out=tmp_path / "a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,68 +12,64 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from weightswap_exporter import export, pack
+from tests.support.models import Does, doing
+from tests.support.setups import served
+from weightswap_exporter import export
 from weightswap_exporter.capture import programs as mutations
-from weightswap_exporter.capture.capture import MethodSpec, capture
 from weightswap_exporter.capture.programs import functionalised_mutations, is_plain, mutated_buffers
-from weightswap_exporter.modules.tensors import ModelView
-from weightswap_runtime import CaptureError, load
+from weightswap_runtime import CaptureError
 
 X = torch.ones(2, 4)
+Act = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-class Does(nn.Module):
-    """Module that calls `act(self, x)`, which may change `state`."""
-
-    def __init__(self, act: Callable[[Does, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.act = act
-        self.norm = nn.BatchNorm1d(4)
-        self.table = nn.Embedding(3, 4, max_norm=1.0)
-        self.weight = nn.Parameter(torch.ones(4))
-        self.register_buffer("state", torch.zeros(2, 4))
-        self.register_buffer("lasting", torch.zeros(4), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self, x)
+def does(act: Act) -> nn.Module:
+    """Return a module that calls `act(self, x)`, which may change `state`."""
+    held = {"norm": nn.BatchNorm1d(4), "table": nn.Embedding(3, 4, max_norm=1.0), "weight": nn.Parameter(torch.ones(4))}
+    lasting = nn.Buffer(torch.zeros(4), persistent=False)
+    return Does(act, **held, state=nn.Buffer(torch.zeros(2, 4)), lasting=lasting).eval()
 
 
-def in_region(model: Does, x: torch.Tensor) -> torch.Tensor:
+def program_of(act: Act) -> torch.export.ExportedProgram:
+    return torch.export.export(does(act), (X,), strict=False)
+
+
+def in_region(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         model.state.add_(x)
     return x * model.state
 
 
-def reading_region(model: Does, x: torch.Tensor) -> torch.Tensor:
+def reading_region(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         angles = model.lasting.float() * 2
     with torch.autocast("cpu", enabled=False):
         return x * angles.cos()
 
 
-def view_from_region(model: Does, x: torch.Tensor) -> torch.Tensor:
+def view_from_region(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         row = model.state[0]
     row.add_(1)
     return x + row
 
 
-def of_a_split(model: Does, x: torch.Tensor) -> torch.Tensor:
+def of_a_split(model: Any, x: torch.Tensor) -> torch.Tensor:
     model.state.split(1)[1].zero_()
     return x
 
 
-def own_memory(model: Does, x: torch.Tensor) -> torch.Tensor:
+def own_memory(model: Any, x: torch.Tensor) -> torch.Tensor:
     y = x * model.weight
     y += model.state
     return y.relu_()
 
 
-def a_branch(model: Does, x: torch.Tensor) -> torch.Tensor:
+def a_branch(model: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.cond(x.sum() > 0, lambda x: x + model.state, lambda x: x - model.state, (x,))
 
 
-ACTS: dict[str, tuple[Callable[[Does, torch.Tensor], torch.Tensor], set[str]]] = {
+ACTS: dict[str, tuple[Act, set[str]]] = {
     "nothing": (lambda m, x: functional.linear(x, m.state, m.weight[:2]) + m.lasting.shape[0], set()),
     "in place": (lambda m, x: m.state.add_(x), {"state"}),
     "through views": (lambda m, x: m.state.view(-1)[2:4].t().mul_(2).sum() + x, {"state"}),
@@ -86,10 +83,7 @@ ACTS: dict[str, tuple[Callable[[Does, torch.Tensor], torch.Tensor], set[str]]] =
     "out=": (lambda m, x: torch.add(x, x, out=m.state), {"state"}),
     "foreach": (lambda m, x: (torch._foreach_add_([m.state, m.lasting], 1), x)[1], {"state", "lasting"}),
     "index_put": (lambda m, x: (m.lasting.__setitem__(torch.tensor([1]), x[0, 0]), x)[1], {"lasting"}),
-    "statistics": (
-        lambda m, x: functional.batch_norm(x, m.lasting, m.state[0], training=True),
-        {"lasting", "state"},
-    ),
+    "statistics": (lambda m, x: functional.batch_norm(x, m.lasting, m.state[0], training=True), {"lasting", "state"}),
     "statistics that rest": (lambda m, x: functional.batch_norm(x, m.lasting, m.state[0]), set()),
     "a branch": (a_branch, set()),
     "a size that follows from values": (lambda m, x: torch.unique_consecutive(x), set()),
@@ -99,12 +93,12 @@ ACTS: dict[str, tuple[Callable[[Does, torch.Tensor], torch.Tensor], set[str]]] =
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("act", "expected"), ACTS.values(), ids=ACTS)
 @pytest.mark.filterwarnings("ignore:.*torch.cond:UserWarning", "ignore:Pred is a Python constant")
-def test_what_a_call_changes_is_found(act: Callable[[Does, torch.Tensor], torch.Tensor], expected: set[str]) -> None:
-    program = torch.export.export(Does(act).eval(), (X,), strict=False)
+def test_what_a_call_changes_is_found(act: Act, expected: set[str]) -> None:
+    program = program_of(act)
     assert mutated_buffers(program) == functionalised_mutations(program) == expected
 
 
-SECRET: dict[str, Callable[[Does, torch.Tensor], torch.Tensor]] = {
+SECRET: dict[str, Act] = {
     "unsafe_split": lambda m, x: torch.unsafe_split(m.state, 1)[0].add_(1) + x,
     "unsafe_chunk": lambda m, x: torch.unsafe_chunk(m.state, 2)[0].view(-1).add_(1) + x[0],
     "_unsafe_view": lambda m, x: torch.ops.aten._unsafe_view(m.state, [4, 2]).mul_(2).sum() + x,
@@ -112,61 +106,34 @@ SECRET: dict[str, Callable[[Does, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("act", SECRET.values(), ids=SECRET)
-def test_a_write_that_torch_does_not_see_is_refused(act: Callable[[Does, torch.Tensor], torch.Tensor]) -> None:
+def test_a_write_that_torch_does_not_see_is_refused(act: Act) -> None:
     with pytest.raises(CaptureError, match="which may be a view: use the safe operator"):
-        mutated_buffers(torch.export.export(Does(act).eval(), (X,), strict=False))
+        mutated_buffers(program_of(act))
 
 
 def test_views_that_are_only_read_are_no_matter() -> None:
-    program = torch.export.export(Does(lambda m, x: torch.unsafe_split(m.state, 1)[0] + x).eval(), (X,), strict=False)
-    assert mutated_buffers(program) == frozenset()
-
-
-class Tied(nn.Module):
-    """A buffer with two names."""
-
-    def __init__(self, names: str) -> None:
-        super().__init__()
-        shared = torch.zeros(4)
-        for name in names:
-            self.register_buffer(name, shared)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.a.add_(x[0])
-        return x + self.b
+    assert mutated_buffers(program_of(lambda m, x: torch.unsafe_split(m.state, 1)[0] + x)) == frozenset()
 
 
 @pytest.mark.parametrize("names", ["ab", "ba"])
 @torch.no_grad()
 def test_what_one_name_of_a_buffer_writes_the_other_reads(names: str, tmp_path: Path) -> None:
-    eager = Tied(names).eval()
-    artifact = export(eager, (X,), out=tmp_path / "a.artifact")
-    assert [row.name for row in artifact.manifest.state] == [names[0]]
-    served = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path)
-    with served.new_context() as context:
+    buffer = nn.Buffer(torch.zeros(4))
+    eager = Does(lambda m, x: doing(m.a.add_(x[0]), x + m.b), **dict.fromkeys(names, buffer)).eval()
+    model = served(tmp_path, eager, X)
+    assert [row.name for row in model.artifact.manifest.state] == [names[0]]
+    with model.new_context() as context:
         for _ in range(3):
-            assert torch.equal(served(X, context=context), eager(X))
-
-
-class Assigns(nn.Module):
-    """Assigns buffers in a call, after one that is None."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        super().__init__()
-        for name in names:
-            self.register_buffer(name, None if name == "none" else torch.zeros(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.a = self.a + x
-        assert getattr(self, "none", None) is None
-        return self.a + self.b
+            assert torch.equal(model(X, context=context), eager(X))
 
 
 @pytest.mark.parametrize("names", [("none", "a", "b"), ("a", "none", "b"), ("a", "b")])
-def test_an_assigned_buffer_is_found_beside_one_that_is_none(names: tuple[str, ...]) -> None:
-    model = Assigns(names)
-    captured = capture(ModelView(model), "forward", MethodSpec("forward", (torch.ones(2),)))
-    assert captured.mutated == {"a"}
+def test_an_assigned_buffer_is_found_beside_one_that_is_none(names: tuple[str, ...], tmp_path: Path) -> None:
+    model = Does(lambda m, x: doing(setattr(m, "a", m.a + x), m.a + m.b))
+    for name in names:
+        model.register_buffer(name, None if name == "none" else torch.zeros(2))
+    artifact = export(model, (torch.ones(2),), out=tmp_path / "a")
+    assert [row.name for row in artifact.manifest.state] == ["a"]
     assert tuple(model._buffers) == names
     assert torch.equal(model.a, torch.zeros(2))
 
@@ -176,7 +143,7 @@ def test_an_assigned_buffer_is_found_beside_one_that_is_none(names: tuple[str, .
     ["nothing", "a region that reads", "memory of the call", "statistics that rest", "a size that follows from values"],
 )
 def test_the_quick_look_spares_functionalising(name: str) -> None:
-    program = torch.export.export(Does(ACTS[name][0]).eval(), (X,), strict=False)
+    program = program_of(ACTS[name][0])
     with mock.patch.object(mutations, "functionalised_mutations") as costly:
         assert mutated_buffers(program) == frozenset()
     costly.assert_not_called()
@@ -186,14 +153,12 @@ def test_the_quick_look_spares_functionalising(name: str) -> None:
 @pytest.mark.parametrize("name", ["in place", "out=", "foreach"])
 def test_whoever_writes_to_a_buffer_itself_names_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     act, expected = ACTS[name]
-    program = torch.export.export(Does(act).eval(), (X,), strict=False)
+    program = program_of(act)
     monkeypatch.setattr(mutations, "functionalised_mutations", lambda _: pytest.fail("it was functionalised"))
     assert mutated_buffers(program) == expected
 
 
 def test_a_write_that_torch_does_not_see_is_refused_after_others() -> None:
-    program = torch.export.export(
-        Does(lambda m, x: SECRET["unsafe_split"](m, m.state.add_(x))).eval(), (X,), strict=False
-    )
+    program = program_of(lambda m, x: SECRET["unsafe_split"](m, m.state.add_(x)))
     with pytest.raises(CaptureError, match="which may be a view"):
         mutated_buffers(program)

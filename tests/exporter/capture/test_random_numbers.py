@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from weightswap_exporter import export, pack
+from tests.support.models import Does
+from tests.support.setups import served
+from weightswap_exporter import export
 from weightswap_exporter.capture.side_effects import no_seeding
-from weightswap_runtime import CaptureError, load
+from weightswap_runtime import CaptureError
 
 X = torch.ones(2, 3)
 
@@ -32,43 +34,33 @@ def of_a_fork() -> torch.Tensor:
         return torch.randn(3)
 
 
-class Noisy(nn.Module):
-    def __init__(self, noise: Callable[[], torch.Tensor]) -> None:
-        super().__init__()
-        self.mix = nn.Linear(3, 3)
-        self.noise = noise
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.mix(x)
-        return y + self.noise()
+def noisy(noise: Callable[[], torch.Tensor]) -> nn.Module:
+    return Does(lambda m, x: m.mix(x) + noise(), mix=nn.Linear(3, 3)).eval()
 
 
 @pytest.mark.parametrize("noise", [of_a_generator, of_a_seed, of_a_fork])
 def test_numbers_that_a_call_seeds_are_refused(noise: Callable[[], torch.Tensor], tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"method 'forward': .*random numbers.*keep them in a persistent buffer"):
-        export(Noisy(noise).eval(), (X,), out=tmp_path / "a.artifact")
+        export(noisy(noise), (X,), out=tmp_path / "a.artifact")
     assert not (tmp_path / "a.artifact").exists()
     assert torch.equal(of_a_seed(), of_a_seed())  # seeding is what it was
 
 
 def test_numbers_that_nobody_seeds_are_drawn_as_ever(tmp_path: Path) -> None:
-    model = Noisy(lambda: torch.randn(3)).eval()
-    artifact = export(model, (X,), out=tmp_path / "a.artifact")
-    served = load(artifact, pack(model, artifact, out=tmp_path / "v.safetensors").path)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        expected = model(X)
-    torch.manual_seed(3)
-    assert torch.equal(served(X), expected)
+    eager = noisy(lambda: torch.randn(3))
+    model, found = served(tmp_path, eager, X), []
+    for call in (model, eager):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            found.append(call(X))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("bounds", [{"from": 2.0, "to": 2.0}, None])
 def test_an_argument_may_be_called_as_pythons_keyword(bounds: dict[str, float] | None, tmp_path: Path) -> None:
-    model = Noisy(lambda: torch.empty(3).uniform_(**bounds) if bounds else torch.empty(3).uniform_(2.0, 2.0)).eval()
-    artifact = export(model, (X,), out=tmp_path / "a.artifact")
-    served = load(artifact, pack(model, artifact, out=tmp_path / "v.safetensors").path)
+    eager = noisy(lambda: torch.empty(3).uniform_(**bounds) if bounds else torch.empty(3).uniform_(2.0, 2.0))
     with torch.no_grad():
-        assert torch.equal(served(X), model(X))
+        assert torch.equal(served(tmp_path, eager, X)(X), eager(X))
 
 
 def test_other_threads_seed_meanwhile() -> None:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.export import Dim, ShapesCollection
 from torch.utils import _pytree as pytree
 
-from tests.support.setups import equal
-from weightswap_exporter import export, pack
-from weightswap_runtime import CaptureError, InputMismatch, Model, load
+from tests.support.setups import equal, served
+from weightswap_exporter import export
+from weightswap_runtime import CaptureError, InputMismatch, Model
 from weightswap_runtime.format.signature import Dict, input_leaves
 
 
@@ -137,11 +137,6 @@ class Taking(nn.Module):
         return self.make(self.linear(self.read(value)))
 
 
-def served(folder: Path, model: nn.Module, *args: Any, **options: Any) -> Model:
-    artifact = export(model, args, out=folder / "a", **options)
-    return load(artifact, pack(model, artifact, out=folder / "w.safetensors").path)
-
-
 def names_of(model: Model) -> list[str]:
     return [leaf.name for leaf in input_leaves(model.signatures["forward"])]
 
@@ -157,8 +152,7 @@ def test_an_object_means_the_same_whichever_field_it_has_computed(tmp_path: Path
     both.offsets()
     for value in (jagged(), jagged(offsets=True), jagged(7), both):
         with torch.no_grad():
-            expected = eager(Jagged(NAMES, value.values, value._lengths, value._offsets))
-        assert torch.equal(model(value), expected)
+            assert torch.equal(model(value), eager(Jagged(NAMES, value.values, value._lengths, value._offsets)))
     given = {"values": both.values} | ({"_offsets": both.offsets()} if offsets else {"_lengths": both.lengths()})
     assert torch.equal(model(given), model(both))
 

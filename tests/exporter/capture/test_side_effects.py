@@ -14,11 +14,14 @@ from torch import nn
 from torch.export import Dim
 from torch.nn.utils import prune
 
+from tests.support.models import Does, doing
+from tests.support.setups import loaded, served
 from weightswap_exporter import MethodSpec, export, pack, skeleton
-from weightswap_runtime import CaptureError, load
+from weightswap_runtime import CaptureError
 
 Act = Callable[[Any, torch.Tensor], torch.Tensor]
-SIZES = {"x": {0: Dim("batch", max=9)}}
+BATCH = {0: Dim("batch", max=9)}
+SIZES = {"x": BATCH}
 
 
 class Plain:
@@ -282,10 +285,11 @@ READ = {
 }
 
 
-def exported(model: nn.Module, folder: Path) -> Any:
-    with pytest.warns(UserWarning, match=r"^a call leaves tensors in self\..*No later call reads them"):
-        artifact = export(model, (torch.randn(2, 3),), out=folder / "a", dynamic_shapes=SIZES)
-    return load(artifact, pack(model, artifact, out=folder / "w.safetensors").path)
+def exported(
+    eager: nn.Module, folder: Path, *, says: str = r"^a call leaves tensors in self\..*No later call reads"
+) -> Any:
+    with pytest.warns(UserWarning, match=says):
+        return served(folder, eager, torch.randn(2, 3), dynamic_shapes=(BATCH,))
 
 
 def compare_calls(model: Any, eager: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -337,20 +341,13 @@ def test_a_hook_that_grabs_features(tmp_path: Path) -> None:
     eager = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).eval()
     eager.features = {}  # type: ignore[assignment]
     eager[0].register_forward_hook(lambda _module, _inputs, output: eager.features.__setitem__("0", output))  # type: ignore[operator, union-attr]
-    model = load_of(eager, tmp_path)
-    compare_calls(model, eager)
-
-
-def load_of(eager: nn.Module, folder: Path) -> Any:
-    with pytest.warns(UserWarning, match="No later call reads them"):
-        artifact = export(eager, (torch.randn(2, 3),), out=folder / "a", dynamic_shapes=({0: Dim("batch", max=9)},))
-    return load(artifact, pack(eager, artifact, out=folder / "w.safetensors").path)
+    compare_calls(exported(eager, tmp_path), eager)
 
 
 def test_a_pruned_layer(tmp_path: Path) -> None:
     eager = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).eval()
     prune.l1_unstructured(eager[0], "weight", 0.5)
-    compare_calls(load_of(eager, tmp_path), eager)
+    compare_calls(exported(eager, tmp_path), eager)
 
 
 def test_a_swap_reaches_what_was_kept_of_weights(tmp_path: Path) -> None:
@@ -367,73 +364,58 @@ def test_of_a_skeleton_and_of_another_method(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"in self\.cache\['cpu'\], self\.features\."):
         artifact = export(model, methods={"forward": spec, "again": replace(spec, fn_name="again")}, out=tmp_path / "a")
     real = Stores(cache_of_weights).eval()
-    served = load(artifact, pack(real, artifact, out=tmp_path / "w.safetensors").path)
-    compare_calls(served, real)
-    compare_calls(served.again, real.again)
+    model = loaded(artifact, tmp_path, real)
+    compare_calls(model, real)
+    compare_calls(model.again, real.again)
 
 
-class Counts(nn.Module):
-    """Module that counts its calls, and may read the number."""
+def counting(looks: Callable[[int], int]) -> nn.Module:
+    """Return a module that counts its calls, and may read the number."""
 
-    def __init__(self, looks: Callable[[int], int]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.calls, self.name, self._looks = 0, "first", looks
+    def act(model: Any, x: torch.Tensor) -> torch.Tensor:
+        model.calls += 1
+        model.name = f"call {model.calls}"
+        return model.linear(x) * looks(model.calls)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.name = f"call {self.calls}"
-        return self.linear(x) * self._looks(self.calls)
+    return Does(act, linear=nn.Linear(3, 3), calls=0, name="first").eval()
 
 
 def test_a_number_that_nobody_looks_at_is_named(tmp_path: Path) -> None:
-    eager = Counts(lambda _: 2).eval()
-    with pytest.warns(UserWarning, match=r"^a call changes self\.calls, self\.name\. The next call computes the same"):
-        artifact = export(eager, (torch.randn(2, 3),), out=tmp_path / "a", dynamic_shapes=({0: Dim("batch", max=9)},))
+    eager = counting(lambda _: 2)
+    says = r"^a call changes self\.calls, self\.name\. The next call computes the same"
+    model = exported(eager, tmp_path, says=says)
     assert (eager.calls, eager.name) == (0, "first")
-    compare_calls(load(artifact, pack(eager, artifact, out=tmp_path / "w.safetensors").path), eager)
+    compare_calls(model, eager)
 
 
 @pytest.mark.parametrize("looks", [lambda calls: calls, lambda calls: 1 if calls == 1 else 2])
 def test_a_number_that_the_next_call_looks_at_is_refused(looks: Callable[[int], int], tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"a call changes self\.calls, self\.name, so a later call computes"):
-        export(Counts(looks).eval(), (torch.randn(2, 3),), out=tmp_path / "a")
-
-
-class Sees(nn.Module):
-    """Module that stores the size of its input, which each call computes anew."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.width = x.shape[1]
-        return x.reshape(-1, self.width)
+        export(counting(looks), (torch.randn(2, 3),), out=tmp_path / "a")
 
 
 def test_a_size_that_each_call_finds_anew(tmp_path: Path) -> None:
-    artifact = export(Sees(), (torch.randn(2, 3),), out=tmp_path / "a", dynamic_shapes=({0: Dim("batch", max=9)},))
-    compare_calls(load(artifact, pack(Sees(), artifact, out=tmp_path / "w.safetensors").path), Sees())
+    eager = Does(lambda m, x: doing(setattr(m, "width", x.shape[1]), x.reshape(-1, m.width)))
+    compare_calls(served(tmp_path, eager, torch.randn(2, 3), dynamic_shapes=(BATCH,)), eager)
 
 
-class Regularised(nn.Module):
-    """Module that has its parameters in a list, too, as deepctr's do for their losses, and stores its attention."""
+def attending(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.attention = torch.softmax(model.linear(x), 1)
+    return model.attention * 2
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.regularised = [list(self.linear.parameters())]
-        self.attention: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.attention = torch.softmax(self.linear(x), 1)
-        return self.attention * 2
+def regularised() -> nn.Module:
+    """Return a module that has its parameters in a list, too, as deepctr's do for their losses."""
+    linear = nn.Linear(3, 3)
+    return Does(attending, linear=linear, regularised=[list(linear.parameters())], attention=None).eval()
 
 
 def test_parameters_in_a_list_are_no_side_effects(tmp_path: Path) -> None:
     with skeleton():
-        hollow = Regularised().eval()
-    with pytest.warns(UserWarning, match=r"^a call leaves tensors in self\.attention"):
-        artifact = export(hollow, (torch.randn(2, 3),), out=tmp_path / "a", dynamic_shapes=SIZES)
-    eager = Regularised().eval()
-    with pytest.warns(UserWarning, match=r"^a call leaves tensors in self\.attention"):
-        real = export(eager, (torch.randn(2, 3),), out=tmp_path / "b", dynamic_shapes=SIZES)
-    assert real.graph_id == artifact.graph_id
-    compare_calls(load(artifact, pack(eager, artifact, out=tmp_path / "w.safetensors").path), eager)
+        hollow = regularised()
+    eager, artifacts = regularised(), []
+    for name, model in (("hollow", hollow), ("real", eager)):
+        with pytest.warns(UserWarning, match=r"^a call leaves tensors in self\.attention"):
+            artifacts.append(export(model, (torch.randn(2, 3),), out=tmp_path / name, dynamic_shapes=SIZES))
+    assert artifacts[0].graph_id == artifacts[1].graph_id
+    compare_calls(loaded(artifacts[0], tmp_path, eager), eager)

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from tests.support.setups import equal
-from weightswap_exporter import MethodSpec, export, pack, skeleton
-from weightswap_exporter.modules.tensors import is_fake
-from weightswap_runtime import CaptureError, load
+from tests.support.models import Does
+from tests.support.setups import equal, loaded, served
+from weightswap_exporter import MethodSpec, export, skeleton
+from weightswap_runtime import Artifact, CaptureError
 
 # of torch, which looks for a gradient in each attribute
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -44,16 +45,15 @@ class Scaled(nn.Module):
 
 
 class Attribute(Scaled):
+    """Keeps what a function makes of the module."""
+
+    def __init__(self, make: Callable[[Any], Any] = lambda module: module.computed()) -> None:
+        super().__init__()
+        self.make = make
+
     def get(self) -> Any:
         if self.cache is None:
-            self.cache = self.computed()
-        return self.cache
-
-
-class WithGradients(Scaled):
-    def get(self) -> Any:
-        if self.cache is None:
-            self.cache = self.weight * 2
+            self.cache = self.make(self)
         return self.cache
 
 
@@ -127,20 +127,6 @@ class LateBuffer(Scaled):
         return self.late
 
 
-class Integers(Scaled):
-    def get(self) -> Any:
-        if self.cache is None:
-            self.cache = self.computed().argsort()
-        return self.cache
-
-
-class Number(Scaled):
-    def get(self) -> Any:
-        if self.cache is None:
-            self.cache = 1 / self.weight.abs().max().item()
-        return self.cache
-
-
 class Flagged(Scaled):
     def prepare(self) -> None:
         self.cache = torch.zeros(16)
@@ -184,33 +170,22 @@ class Sentinel(Scaled):
         return self.cache
 
 
-class TwoLayers(nn.Module):
-    """One module fills the cache that another reads."""
+def two_layers() -> nn.Module:
+    """Return two modules, of which one fills the cache that the other reads."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        shared: dict[str, torch.Tensor] = {}
-        self.first, self.second = Shared(shared), Shared(shared)
+    def get(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if "first" not in module.shared:
+            module.shared["first"] = module.weight.detach().exp()
+        return x * module.shared["first"]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
-
-
-class Shared(nn.Module):
-    def __init__(self, shared: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(16))
-        self.shared = shared
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if "first" not in self.shared:
-            self.shared["first"] = self.weight.detach().exp()
-        return x * self.shared["first"]
+    shared: dict[str, torch.Tensor] = {}
+    layers = [Does(get, weight=nn.Parameter(torch.rand(16)), shared=shared) for _ in range(2)]
+    return Does(lambda m, x: m.second(m.first(x)), first=layers[0], second=layers[1])
 
 
 CACHES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attribute": (Attribute, r"self\.cache"),
-    "with gradients": (WithGradients, r"self\.cache"),
+    "with gradients": (lambda: Attribute(lambda module: module.weight * 2), r"self\.cache"),
     "entry of a dict": (Entry, r"self\.cache\[device\(type='cpu'\)\]"),
     "item of a list": (Listed, r"self\.cache\[0\]"),
     "tuple": (Pair, r"self\.cache\[1\]"),
@@ -218,14 +193,14 @@ CACHES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attribute of an object": (Held, r"self\.cache\.value"),
     "cached_property": (Property, r"self\.doubled"),
     "buffer": (LateBuffer, r"self\.late"),
-    "integers": (Integers, r"self\.cache"),
-    "number": (Number, r"self\.cache"),
+    "integers": (lambda: Attribute(lambda module: module.computed().argsort()), r"self\.cache"),
+    "number": (lambda: Attribute(lambda module: 1 / module.weight.abs().max().item()), r"self\.cache"),
     "with a flag": (Flagged, r"self\.cache"),
     "buffer with a flag": (FlaggedBuffer, r"self\.late"),
     "with a version beside it": (VersionBeside, r"self\.cache"),
     "empty tensor": (Sentinel, r"self\.cache"),
     "nested": (lambda: nn.Sequential(nn.Identity(), Attribute()), r"self\.1\.cache"),
-    "shared": (TwoLayers, r"self\.first\.shared\['first'\], self\.second\.shared\['first'\]"),
+    "shared": (two_layers, r"self\.first\.shared\['first'\], self\.second\.shared\['first'\]"),
 }
 
 
@@ -253,8 +228,8 @@ def test_the_advice_leads_to_right_numbers(name: str, tmp_path: Path) -> None:
     except CaptureError:  # torch cannot capture a number that depends on values
         assert name in ("number", "buffer with a flag")
         return
-    served = load(tmp_path / "a", pack(other.state_dict(), tmp_path / "a", out=tmp_path / "v.safetensors").path)
-    assert equal(served(X), other(X).detach())
+    model = loaded(Artifact.open(tmp_path / "a"), tmp_path, other.state_dict())
+    assert equal(model(X), other(X).detach())
 
 
 def test_a_buffer_that_a_call_makes_of_weights(tmp_path: Path) -> None:
@@ -302,9 +277,7 @@ def test_other_constants_are_none_of_its_business(tmp_path: Path) -> None:
     expected = model(X)
     with torch.no_grad():
         model.seen = (model.weight.sum() * 0.37).item()
-    export(model, (X,), out=tmp_path / "a")
-    served = load(tmp_path / "a", pack(model, tmp_path / "a", out=tmp_path / "v.safetensors").path)
-    assert equal(served(X), expected.detach())
+    assert equal(served(tmp_path, model, X)(X), expected.detach())
 
 
 TABLE: dict[str, torch.Tensor] = {}
@@ -376,17 +349,10 @@ def test_a_constant_with_a_weight_s_values_is_named_in_a_warning(name: str, kind
 
 
 def test_a_part_of_a_weight_is_recognised(tmp_path: Path) -> None:
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.rand(40, 32))
-            self.part = self.weight.detach()[::4, :16].contiguous()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.part + self.weight.sum()
-
+    weight = nn.Parameter(torch.rand(40, 32))
+    part = weight.detach()[::4, :16].contiguous()
     with pytest.warns(UserWarning, match="part has values that follow from the weight weight, it seems"):
-        export(Part().eval(), (X,), out=tmp_path / "a")
+        export(Does(lambda m, x: x * m.part + m.weight.sum(), weight=weight, part=part), (X,), out=tmp_path / "a")
 
 
 def test_a_view_of_a_weight_is_refused_with_advice_that_holds(tmp_path: Path) -> None:
@@ -457,23 +423,10 @@ def test_each_flag_is_tried(tmp_path: Path) -> None:
 
 def test_a_product_of_weights_that_a_method_has_prepared_is_refused(tmp_path: Path) -> None:
     """The call computes the same without it, as long as the weights stay."""
-
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
-            self.fused: Any = None
-
-        @torch.no_grad()
-        def fuse(self) -> None:
-            self.fused = self.one.weight.T @ self.two.weight.T
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.two(self.one(x)) if self.fused is None else x @ self.fused
-
-    model = Fused().eval()
+    layers = {"one": nn.Linear(16, 4, bias=False), "two": nn.Linear(4, 16, bias=False)}
+    model = Does(lambda m, x: m.two(m.one(x)) if m.fused is None else x @ m.fused, **layers, fused=None)
     export(model, (X,), out=tmp_path / "a")
-    model.fuse()
+    model.fused = (model.one.weight.T @ model.two.weight.T).detach()
     with pytest.raises(CaptureError, match=r"self\.fused: computed from weights"):
         export(model, (X,), out=tmp_path / "a")
 
@@ -494,26 +447,19 @@ def test_an_optional_constant_is_none_of_its_business(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_a_skeleton_s_persistent_buffer_is_refused(tmp_path: Path) -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
-            self.cache: Any = None
-            self.plain: Any = None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.cache is None:
-                self.cache = (self.norm.running_var + 1).rsqrt()
-            if self.plain is None:
-                self.plain = torch.arange(16.0).sin()
-            return self.linear(x) * self.cache * self.plain
+    def normed(model: Any, x: torch.Tensor) -> torch.Tensor:
+        if model.cache is None:
+            model.cache = (model.norm.running_var + 1).rsqrt()
+        if model.plain is None:
+            model.plain = torch.arange(16.0).sin()
+        return model.linear(x) * model.cache * model.plain
 
     with skeleton():
-        model = Normed().eval()
+        model = Does(normed, linear=nn.Linear(16, 16), norm=nn.BatchNorm1d(16), cache=None, plain=None).eval()
     model(X)
     with pytest.raises(CaptureError, match=r"'forward': self\.cache: computed from weights"):
         export(model, (X,), out=tmp_path / "a")
-    assert all(map(is_fake, model.parameters()))
+    assert all(isinstance(parameter, FakeTensor) for parameter in model.parameters())
     model.cache = None
     with pytest.warns(UserWarning, match="a call leaves tensors in self.cache"):
         export(model, (X,), out=tmp_path / "a")

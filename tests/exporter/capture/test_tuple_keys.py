@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
-from typer.testing import CliRunner
 
+from tests.support.models import Does
+from tests.support.program import said
 from weightswap_exporter import export, pack
 from weightswap_exporter.parity import compare
 from weightswap_runtime import CaptureError, InputMismatch, load
 from weightswap_runtime.format.signature import input_leaves, leaves
-from weightswap_tools.program import app
 from weightswap_tools.terminal import node_text
 
 Edges = dict[tuple[str, str, str], torch.Tensor]
@@ -100,27 +100,19 @@ def test_commands_take_them(folder: Path) -> None:
     np.savez(folder / "x.npz", **inputs)
     run = ["run", "a", "-w", "w.safetensors", "-i", "x.npz", "-o", "y.npz"]
     for command in (["inspect", "a"], run, ["verify", "a", "w.safetensors"]):
-        paths = [str(folder / part) if (folder / part).exists() or part == "y.npz" else part for part in command]
-        done = CliRunner().invoke(app, paths)
-        assert done.exit_code == 0, done.output
+        said(*(folder / part if (folder / part).exists() or part == "y.npz" else part for part in command))
     with np.load(folder / "y.npz") as found, torch.no_grad():
         wanted = reference(folder)(given)
         np.testing.assert_array_equal(found['["rates",1]'], wanted["rates", 1].numpy())
 
 
-class Twice(nn.Module):
-    def forward(self, pairs: dict[object, torch.Tensor]) -> torch.Tensor:
-        return torch.stack(list(pairs.values())).sum(0)
+KINDS = "keys must be strings, integers, or tuples of these"
+SAME = "has the key .* and a tuple that is written the same way; rename one"
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ((("a", 1.5), "b"), "keys must be strings, integers, or tuples of these"),
-        ((("a", ("b",)), "b"), "keys must be strings, integers, or tuples of these"),
-        ((("a", 1), '["a",1]'), "has the key .* and a tuple that is written the same way; rename one"),
-    ],
+    ("keys", "says"), [((("a", 1.5), "b"), KINDS), ((("a", ("b",)), "b"), KINDS), ((("a", 1), '["a",1]'), SAME)]
 )
 def test_other_keys_are_refused(keys: tuple[object, object], says: str, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=says):
-        export(Twice(), ({key: torch.zeros(2) for key in keys},), out=tmp_path / "a")
+        export(Does(lambda _, x: sum(x.values())), ({key: torch.zeros(2) for key in keys},), out=tmp_path / "a")

@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.support import warm
-from tests.support.checkpoints import saved_distributed
-from tests.support.models import Renamed
+from tests.support.checkpoints import refuses, saved_distributed, tensors, weights_id
+from tests.support.models import Does, Renamed
 from weightswap_exporter import export, pack
 from weightswap_exporter.checkpoints import dcp
-from weightswap_exporter.checkpoints.dcp import _gaps, read_metadata
+from weightswap_exporter.checkpoints.dcp import read_metadata
 from weightswap_runtime import Artifact, CheckpointError, WeightsMismatch
 from weightswap_runtime.torch_tensors import tensor_bytes
 from weightswap_tools.diff import compare_weights
@@ -62,11 +62,6 @@ os._exit(0)  # all is saved; the threads of gloo may still run, and abort a proc
 """
 
 
-@pytest.fixture
-def renamed(tmp_path: Path) -> Artifact:
-    return export(Renamed().eval(), (torch.zeros(2, 3),), out=tmp_path / "renamed.artifact")
-
-
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoint of two processes: rows over both, columns over both, copies, and an uneven share of each."""
@@ -90,7 +85,7 @@ def test_the_chunks_of_two_processes_make_up_the_weights(sharded: Path, renamed:
 
 def test_pieces_are_read_across_the_chunks_of_two_processes(sharded: Path) -> None:
     torch.manual_seed(5)
-    state = {key: value for key, value in Renamed().state_dict().items() if isinstance(value, torch.Tensor)}
+    state = tensors(Renamed().state_dict())
     with open_set(sharded) as found:
         assert found.level == "model"
         assert found.others == {"optimizer": 1}
@@ -108,11 +103,9 @@ def test_pieces_are_read_across_the_chunks_of_two_processes(sharded: Path) -> No
 def test_columns_are_read_some_rows_at_a_time(
     sharded: Path, renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weightswap_exporter.checkpoints import dcp
-
-    expected = pack(sharded, renamed, out=tmp_path / "expected.safetensors")
+    expected = weights_id(sharded, renamed, tmp_path)
     monkeypatch.setattr(dcp, "PIECE", 1)
-    assert pack(sharded, renamed, out=tmp_path / "v.safetensors").weights_id == expected.weights_id
+    assert weights_id(sharded, renamed, tmp_path) == expected
 
 
 def test_a_chunk_that_is_stored_transposed(renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,15 +113,13 @@ def test_a_chunk_that_is_stored_transposed(renamed: Artifact, tmp_path: Path, mo
     state = {key: value.detach().t().contiguous().t() for key, value in model.named_parameters()}
     folder = saved_distributed(tmp_path / "dcp", state)
     packed = pack(folder, renamed, out=tmp_path / "v.safetensors")
-    assert packed.weights_id == pack(model, renamed, out=tmp_path / "w.safetensors").weights_id
+    assert packed.weights_id == weights_id(model, renamed, tmp_path)
     for part in (1 << 20, 0):  # larger ones are not read again and again
-        monkeypatch.setattr("weightswap_exporter.checkpoints.dcp.PART", part)
+        monkeypatch.setattr(dcp, "PART", part)
         with open_set(folder) as found:
-            assert {name for name, tensor in found.tensors.items() if tensor.whole} == (
-                set() if part else {name for name in state if name.endswith("weight")}
-            )
-        diff = compare_weights(folder, packed.path, artifact=renamed)
-        assert diff.level == "same"
+            whole = {name for name, tensor in found.tensors.items() if tensor.whole}
+        assert whole == (set() if part else {name for name in state if name.endswith("weight")})
+        assert compare_weights(folder, packed.path, artifact=renamed).level == "same"
 
 
 def test_torch_agrees_about_the_metadata(sharded: Path) -> None:
@@ -147,9 +138,8 @@ def test_metadata_of_torch_2_0(good: Path, renamed: Artifact, tmp_path: Path) ->
             entry.properties = TensorProperties(dtype=entry.properties.dtype)
         del document.storage_meta, document.version
 
-    expected = pack(good, renamed, out=tmp_path / "w.safetensors")
     folder = remade(Path(shutil.copytree(good, tmp_path / "dcp")), age)
-    assert pack(folder, renamed, out=tmp_path / "v.safetensors").weights_id == expected.weights_id
+    assert weights_id(folder, renamed, tmp_path) == weights_id(good, renamed, tmp_path)
 
 
 def remade(folder: Path, change: Callable[[Any], None]) -> Path:
@@ -165,33 +155,35 @@ def chunk_of(document: Any, name: str) -> Any:
     return next(info for index, info in document.storage_data.items() if index.fqn == name)
 
 
-def set_place(name: str, **values: Any) -> Callable[[Any], None]:
-    return lambda document: vars(chunk_of(document, name)).update(values)
+def placed(name: str, **values: Any) -> Callable[[Path], Path]:
+    """Return a change of where a tensor's chunk is."""
+    return lambda folder: remade(folder, lambda document: vars(chunk_of(document, name)).update(values))
 
 
-def forget(document: Any) -> None:
-    document.storage_data = {
-        index: info for index, info in document.storage_data.items() if index.fqn != "layers.0.weight"
-    }
+def described(change: Callable[[Any], object]) -> Callable[[Path], Path]:
+    """Return a change of what the metadata say of `layers.0.weight`."""
+    return lambda folder: remade(folder, lambda document: change(document.state_dict_metadata["layers.0.weight"]))
 
 
-def grow(document: Any) -> None:
-    document.state_dict_metadata["layers.0.weight"].chunks[0].sizes = torch.Size([4, 3])
+def sized(*sizes: int) -> Callable[[Path], Path]:
+    return described(lambda entry: setattr(entry.chunks[0], "sizes", torch.Size(sizes)))
 
 
-def shrink(document: Any) -> None:
-    document.state_dict_metadata["layers.0.weight"].chunks[0].sizes = torch.Size([2, 3])
+def forgotten(folder: Path) -> Path:
+    def forget(document: Any) -> None:
+        stored = document.storage_data.items()
+        document.storage_data = {index: info for index, info in stored if index.fqn != "layers.0.weight"}
+
+    return remade(folder, forget)
 
 
-def overlap(document: Any) -> None:
-    chunks = document.state_dict_metadata["layers.0.weight"].chunks
-    chunks[0].sizes = torch.Size([2, 3])
-    chunks.append(type(chunks[0])(torch.Size([1, 0]), torch.Size([1, 3])))
+def overlap(entry: Any) -> None:
+    entry.chunks[0].sizes = torch.Size([2, 3])
+    entry.chunks.append(type(entry.chunks[0])(torch.Size([1, 0]), torch.Size([1, 3])))
 
 
-def retype(document: Any) -> None:
-    document.state_dict_metadata["layers.0.weight"].properties.dtype = torch.int32
-    document.state_dict_metadata["layers.0.weight"].size = torch.Size([3, 3])
+def retype(entry: Any) -> None:
+    entry.properties.dtype, entry.size = torch.int32, torch.Size([3, 3])
 
 
 class Arbitrary:
@@ -215,20 +207,16 @@ def hidden(document: Any) -> None:
     document.planner_data["layers.0.weight"] = Shell()
 
 
-def without_file(folder: Path) -> Path:
+def changed(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], Path]:
+    def act(folder: Path) -> Path:
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+        return folder
+
+    return act
+
+
+def lost(folder: Path) -> Path:
     (folder / "__0_0.distcp").unlink()
-    return folder
-
-
-def cut(folder: Path, name: str, keep: int) -> Path:
-    path = folder / name
-    path.write_bytes(path.read_bytes()[:keep])
-    return folder
-
-
-def scribbled(folder: Path) -> Path:
-    path = folder / "__0_0.distcp"
-    path.write_bytes(b"?" * path.stat().st_size)
     return folder
 
 
@@ -267,69 +255,49 @@ def planned(document: Any) -> None:
     wide(document)
 
 
+DATA, TOO_MUCH = "__0_0.distcp", "more work or memory than its length explains"
+NO_METADATA = "not the metadata of a distributed checkpoint"
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "no data file": (without_file, "dcp/__0_0.distcp: missing, but the metadata names it. Save the"),
+    "no data file": (lost, "dcp/__0_0.distcp: missing, but the metadata names it. Save the"),
     "a cut off data file": (
-        lambda folder: cut(folder, "__0_0.distcp", 4000),
+        changed(DATA, lambda raw: raw[:4000]),
         "dcp/__0_0.distcp: cut off: it has 4000 bytes, but the metadata places tensors beyond them. Save the",
     ),
-    "a data file of something else": (scribbled, "The file is damaged or cut off"),
-    "cut off metadata": (
-        lambda folder: cut(folder, ".metadata", 200),
-        ".metadata: not the metadata of a distributed checkpoint",
-    ),
-    "empty metadata": (lambda folder: cut(folder, ".metadata", 0), "not the metadata of a distributed checkpoint"),
+    "a data file of something else": (changed(DATA, lambda raw: b"?" * len(raw)), "The file is damaged or cut off"),
+    "cut off metadata": (changed(".metadata", lambda raw: raw[:200]), f".metadata: {NO_METADATA}"),
+    "empty metadata": (changed(".metadata", lambda raw: b""), NO_METADATA),
     "another pickle": (lambda folder: hostile(folder, {"a": 1}), "is not valid metadata of a checkpoint"),
     "metadata that run something": (lambda folder: hostile(folder, Shell()), "names posix.system, which"),
     "metadata that run a method": (lambda folder: hostile(folder, Arbitrary()), "names pathlib.Path.touch, which"),
     "something that runs among good metadata": (lambda folder: remade(folder, hidden), "names posix.system, which"),
-    "a chunk that is nowhere": (
-        lambda folder: remade(folder, forget),
-        "layers.0.weight: the metadata does not locate its chunk at [0, 0]",
-    ),
-    "a chunk beyond the tensor": (
-        lambda folder: remade(folder, grow),
-        "layers.0.weight: its chunk [4, 3] at [0, 0] extends beyond its shape [3, 3]",
-    ),
-    "a hole": (
-        lambda folder: remade(folder, shrink),
-        "layers.0.weight: its chunks have 6 elements, but its shape [3, 3] has 9",
-    ),
-    "an overlap": (lambda folder: remade(folder, overlap), "its chunks overlap at [1, 0]"),
-    "another dtype": (lambda folder: remade(folder, retype), "expected F32[3, 3], found I32[3, 3]"),
+    "a chunk that is nowhere": (forgotten, "layers.0.weight: the metadata does not locate its chunk at [0, 0]"),
+    "a chunk beyond the tensor": (sized(4, 3), "layers.0.weight: its chunk [4, 3] at [0, 0] extends beyond its shape"),
+    "a hole": (sized(2, 3), "layers.0.weight: its chunks have 6 elements, but its shape [3, 3] has 9"),
+    "an overlap": (described(overlap), "its chunks overlap at [1, 0]"),
+    "another dtype": (described(retype), "expected F32[3, 3], found I32[3, 3]"),
     "a file outside": (
-        lambda folder: remade(folder, set_place("layers.0.weight", relative_path="../__0_0.distcp")),
+        placed("layers.0.weight", relative_path="../__0_0.distcp"),
         "layers.0.weight: is stored in '../__0_0.distcp', outside the checkpoint's folder",
     ),
     "an extension": (
-        lambda folder: remade(folder, set_place("layers.0.weight", transform_descriptors=["zstd"])),
+        placed("layers.0.weight", transform_descriptors=["zstd"]),
         "was written with extensions (['zstd']); save without them",
     ),
     "another chunk": (
-        lambda folder: remade(folder, set_place("layers.0.bias", offset=0, length=1577)),
+        placed("layers.0.bias", offset=0, length=1577),
         "the chunk of layers.0.bias at byte 0 is not the torch.float32 [3] of the metadata",
     ),
     "compressed chunks": (deflated, "is compressed, which torch.save does not do"),
-    "sizes that cannot be printed": (
-        lambda folder: remade(folder, wide),
-        "more work or memory than its length explains",
-    ),
-    "keys that cannot be printed": (
-        lambda folder: remade(folder, planned),
-        "more work or memory than its length explains",
-    ),
-    "a place that is no number": (
-        lambda folder: remade(folder, set_place("layers.0.weight", offset="0")),
-        "is not valid metadata of a checkpoint",
-    ),
+    "sizes that cannot be printed": (lambda folder: remade(folder, wide), TOO_MUCH),
+    "keys that cannot be printed": (lambda folder: remade(folder, planned), TOO_MUCH),
+    "a place that is no number": (placed("layers.0.weight", offset="0"), "is not valid metadata of a checkpoint"),
 }
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    state = {key: value.detach() for key, value in sorted(Renamed().named_parameters(), reverse=True)}
-    folder = tmp_path_factory.mktemp("good") / "dcp"
-    return saved_distributed(folder, {key.replace("layer.", ""): value for key, value in state.items()})
+    state = {key.replace("layer.", ""): value.detach() for key, value in Renamed().named_parameters()}
+    return saved_distributed(tmp_path_factory.mktemp("good") / "dcp", dict(sorted(state.items(), reverse=True)))
 
 
 @pytest.mark.parametrize(("damage", "says"), BAD.values(), ids=BAD)
@@ -338,24 +306,16 @@ def test_damaged_and_hostile_checkpoints_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path(shutil.copytree(good, tmp_path / "dcp"))
-    pack(folder, renamed, out=tmp_path / "good.safetensors")
-    with pytest.raises((CheckpointError, WeightsMismatch)) as refused:
-        pack(damage(folder), renamed, out=tmp_path / "v.safetensors")
-    assert says in str(refused.value)
-    assert not list(tmp_path.glob("*v.safetensors*"))
+    weights_id(folder, renamed, tmp_path)
+    error = WeightsMismatch if says.startswith("expected") else CheckpointError
+    message = refuses(error, says, damage(folder), renamed, tmp_path)
+    assert ("missing, but" in message) <= (len(message.splitlines()) == 1)  # a missing file is said once
     assert not (tmp_path / "executed").exists()
 
 
 def test_one_file_of_it_is_no_checkpoint(good: Path, renamed: Artifact, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="one file of a distributed checkpoint; give its folder"):
-        pack(next(good.glob("*.distcp")), renamed, out=tmp_path / "v.safetensors")
-
-
-def test_a_missing_file_is_said_once(good: Path, renamed: Artifact, tmp_path: Path) -> None:
-    folder = without_file(Path(shutil.copytree(good, tmp_path / "dcp")))
-    with pytest.raises(CheckpointError) as refused:
-        pack(folder, renamed, out=tmp_path / "v.safetensors")
-    assert len(str(refused.value).splitlines()) == 1
+    says = "one file of a distributed checkpoint; give its folder"
+    refuses(CheckpointError, says, next(good.glob("*.distcp")), renamed, tmp_path)
 
 
 def test_reading_the_metadata_leaves_torch_as_it_is(good: Path, tmp_path: Path) -> None:
@@ -376,15 +336,8 @@ def test_reading_the_metadata_leaves_torch_as_it_is(good: Path, tmp_path: Path) 
 def test_a_record_that_chunks_share_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the time to check a small checkpoint would grow with the number of its chunks times the size of a file."""
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.w
-
-    artifact = export(Scaled(), (torch.ones(64),), out=tmp_path / "a")
+    scaled = Does(lambda m, x: x * m.w, w=nn.Parameter(torch.ones(64)))
+    artifact = export(scaled, (torch.ones(64),), out=tmp_path / "a")
     folder = saved_distributed(tmp_path / "dcp", {"w": torch.arange(64.0)})
 
     def share(document: Any) -> None:
@@ -406,9 +359,8 @@ def test_a_record_that_chunks_share_is_checked_once(tmp_path: Path, monkeypatch:
 
 def test_damage_to_what_is_not_wanted_does_not_matter(sharded: Path, renamed: Artifact, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sharded, tmp_path / "dcp"))
-    lost = set_place("optimizer.exp_avg", relative_path="nowhere.distcp")
-    packed = pack(remade(folder, lost), renamed, out=tmp_path / "v.safetensors")
-    assert packed.level == "model"
+    source = placed("optimizer.exp_avg", relative_path="nowhere.distcp")(folder)
+    assert pack(source, renamed, out=tmp_path / "v.safetensors").level == "model"
 
 
 @given(st.data())
@@ -416,10 +368,9 @@ def test_chunks_that_do_not_cover_a_tensor_once_are_noticed(data: st.DataObject)
     shape = data.draw(st.lists(st.integers(0, 4), max_size=3).map(tuple))
     cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
     edges = [list(pairwise(cut)) or [(0, 0)] for cut in cuts]
-    blocks = [
-        (tuple(begin for begin, _ in place), tuple(end - begin for begin, end in place)) for place in product(*edges)
-    ]
-    assert list(_gaps(shape, data.draw(st.permutations(blocks)))) == []
+    places = [tuple(zip(*place, strict=True)) or ((), ()) for place in product(*edges)]
+    blocks = [(begins, tuple(end - begin for begin, end in zip(begins, ends, strict=True))) for begins, ends in places]
+    assert list(dcp._gaps(shape, data.draw(st.permutations(blocks)))) == []
     moved = data.draw(st.integers(0, len(blocks) - 1))
     offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
     blocks[moved] = offsets, blocks[moved][1]
@@ -427,7 +378,7 @@ def test_chunks_that_do_not_cover_a_tensor_once_are_noticed(data: st.DataObject)
     for begins, sizes in blocks:
         covered[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))] += 1
     over = any(begin + size > whole for begin, size, whole in zip(*blocks[moved], shape, strict=True))
-    assert bool(list(_gaps(shape, blocks))) == (over or not (covered == 1).all())
+    assert bool(list(dcp._gaps(shape, blocks))) == (over or not (covered == 1).all())
 
 
 def test_the_metadata_of_hundreds_of_ranks_is_read(tmp_path: Path) -> None:

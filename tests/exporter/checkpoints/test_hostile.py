@@ -19,21 +19,21 @@ import torch
 from tests import ROOT
 from tests.exporter.checkpoints import bombs
 from tests.support import warm
-from tests.support.checkpoints import saved, saved_before_zip, saved_distributed, saved_shards, tensors
+from tests.support.checkpoints import (
+    refuses,
+    saved,
+    saved_before_zip,
+    saved_distributed,
+    saved_shards,
+    tensors,
+    weights_id,
+)
 from tests.support.models import Renamed
-from tests.support.reading import command
-from weightswap_exporter import export, pack
+from tests.support.program import said
 from weightswap_runtime import Artifact, CheckpointError, WeightFileError, WeightsMismatch, WeightswapError
 from weightswap_tools.diff import compare_weights
-from weightswap_tools.inspect.command import inspect_command
 
-X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
 Edit = Callable[[bytes], bytes]
-
-
-@pytest.fixture(scope="module")
-def renamed(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return export(Renamed().eval(), (X,), out=tmp_path_factory.mktemp("renamed") / "renamed.artifact")
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -154,7 +154,7 @@ def fill(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("make", READERS.values(), ids=READERS)
 def test_what_is_not_broken_is_packed(make: Callable[[Path, Edit], Path], renamed: Artifact, tmp_path: Path) -> None:
     path = make(tmp_path, lambda raw: rezipped(raw, lambda name, content: content))
-    pack(path, renamed, out=tmp_path / "v.safetensors")
+    weights_id(path, renamed, tmp_path)
     assert compare_weights(path, path).level == "same"
 
 
@@ -164,15 +164,10 @@ def test_every_extent_is_checked_against_its_record(
     make: Callable[[Path, Edit], Path], edit: Edit, says: str, renamed: Artifact, tmp_path: Path
 ) -> None:
     path = make(tmp_path, edit)
-    (tmp_path / "out").mkdir()
-    code: dict[str, Any] = {"model": Renamed(), "load": fill}
-    for arguments in ({}, code):
-        with pytest.raises(WeightswapError) as refused:
-            pack(path, renamed, out=tmp_path / "out" / "v.safetensors", **arguments)
-        assert says in str(refused.value)
+    for code in ({}, {"model": Renamed(), "load": fill}):
+        refuses(WeightswapError, says, path, renamed, tmp_path, **code)
     with pytest.raises(WeightswapError):
         compare_weights(path, path)
-    assert not list((tmp_path / "out").iterdir())
 
 
 def pickles_of(raw: bytes) -> tuple[list[bytes], bytes]:
@@ -186,33 +181,22 @@ def pickles_of(raw: bytes) -> tuple[list[bytes], bytes]:
     return found, raw[file.tell() :]
 
 
-def unlisted(raw: bytes) -> bytes:
-    pickles, _ = pickles_of(raw)
-    return b"".join(pickles[:4]) + pickle.dumps([], 2)
-
-
-def half_listed(raw: bytes) -> bytes:
-    pickles, rest = pickles_of(raw)
-    keys = pickle.loads(pickles[4])
-    return b"".join(pickles[:4]) + pickle.dumps(keys[:1], 2) + rest
-
-
-def larger(raw: bytes) -> bytes:
-    pickles, rest = pickles_of(raw)
-    return b"".join(pickles) + struct.pack("<q", 10**12) + rest[8:]
-
-
-def without_keys(raw: bytes) -> bytes:
-    return b"".join(pickles_of(raw)[0][:4])
+def relisted(change: Callable[[list[bytes], bytes], bytes]) -> Edit:
+    """Return a change of the five pickles of an old file, of which the last lists the storages, and of the rest."""
+    return lambda raw: change(*pickles_of(raw))
 
 
 OLD: dict[str, Edit] = {
-    "storages that are not listed": unlisted,
-    "storages of which one is listed": half_listed,
-    "a storage that is said to be larger": larger,
+    "storages that are not listed": relisted(lambda found, rest: b"".join(found[:4]) + pickle.dumps([], 2)),
+    "storages of which one is listed": relisted(
+        lambda found, rest: b"".join(found[:4]) + pickle.dumps(pickle.loads(found[4])[:1], 2) + rest
+    ),
+    "a storage that is said to be larger": relisted(
+        lambda found, rest: b"".join(found) + struct.pack("<q", 10**12) + rest[8:]
+    ),
     "values that are cut off": lambda raw: raw[:-9],
-    "no list of storages": without_keys,
-    "a description that is cut off": lambda raw: raw[: len(b"".join(pickles_of(raw)[0][:4])) - 9],
+    "no list of storages": relisted(lambda found, rest: b"".join(found[:4])),
+    "a description that is cut off": relisted(lambda found, rest: b"".join(found[:4])[:-9]),
     "a tensor that is larger than its storage": lambda raw: raw.replace(b"QK\x00K\x03K\x03", b"QK\x00K\x04K\x03"),
 }
 
@@ -220,17 +204,14 @@ OLD: dict[str, Edit] = {
 @pytest.mark.parametrize("edit", OLD.values(), ids=OLD)
 def test_storages_of_files_before_torch_1_6_are_all_there(edit: Edit, renamed: Artifact, tmp_path: Path) -> None:
     path = saved_before_zip(tmp_path / "c.pth", state())
-    good = pack(path, renamed, out=tmp_path / "good.safetensors")
-    assert good.weights_id == pack(state(), renamed, out=tmp_path / "w.safetensors").weights_id
+    assert weights_id(path, renamed, tmp_path) == weights_id(state(), renamed, tmp_path)
     changed = edit(path.read_bytes())
     assert changed != path.read_bytes()
     path.write_bytes(changed)
-    with pytest.raises(CheckpointError):
-        pack(path, renamed, out=tmp_path / "v.safetensors")
+    refuses(CheckpointError, "", path, renamed, tmp_path)
     with pytest.raises(CheckpointError):
         compare_weights(path, path)
-    assert not list(tmp_path.glob("*v.safetensors*"))
-    assert "c.pth" in command(inspect_command, path, status=1)
+    assert "c.pth" in said("inspect", path, status=1)
 
 
 def test_views_that_repeat_some_values_are_read(tmp_path: Path) -> None:

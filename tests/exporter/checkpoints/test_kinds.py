@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed import checkpoint as distributed
 
 from tests.support import warm
+from tests.support.checkpoints import refuses, weights_id
 from tests.support.packages import needs
 from tests.support.quantised import BATCH, X, floats, quantised
 from weightswap_exporter import export, pack, publish
@@ -44,11 +46,6 @@ def torchao_file(model: nn.Module, path: Path, **changed: str) -> Path:
     return path / "saved.safetensors"
 
 
-def distributed_folder(model: nn.Module, path: Path) -> Path:
-    distributed.save(model.state_dict(), checkpoint_id=path / "folder", no_dist=True)
-    return path / "folder"
-
-
 FORMS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "a module": lambda model, path: model,
     "a state dict": lambda model, path: model.state_dict(),
@@ -61,72 +58,66 @@ FORMS: dict[str, Callable[[nn.Module, Path], Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_checkpoint_gives_the_same_weights(form: str, artifact: Artifact, tmp_path: Path) -> None:
     model = quantised(KIND, 1)
-    expected = pack(model, artifact, out=tmp_path / "module.safetensors").weights_id
-    found = pack(FORMS[form](model, tmp_path), artifact, out=tmp_path / "v1.safetensors").weights_id
-    assert found == expected != pack(quantised(KIND, 2), artifact, out=tmp_path / "v2.safetensors").weights_id
+    expected = weights_id(model, artifact, tmp_path)
+    packed = pack(FORMS[form](model, tmp_path), artifact, out=tmp_path / "v1.safetensors")
+    assert packed.weights_id == expected != weights_id(quantised(KIND, 2), artifact, tmp_path)
+    assert weights_id(packed.path, artifact, tmp_path) == expected
 
 
 def test_a_trainer_publishes_parts(artifact: Artifact, tmp_path: Path) -> None:
     model = quantised(KIND, 1)
-    expected = pack(model, artifact, out=tmp_path / "module.safetensors").weights_id
-    assert publish(model, tmp_path / "out", artifact, step=1).wait(60).weights_id == expected
+    published = publish(model, tmp_path / "out", artifact, step=1).wait(60)
+    assert published.weights_id == weights_id(model, artifact, tmp_path)
     with pytest.raises(WeightsMismatch, match="the checkpoint has Int8Tensor"):
         publish(quantised("int8"), tmp_path / "out", artifact, step=2).wait(60)
 
 
-def test_a_packed_file_is_packed_again(artifact: Artifact, tmp_path: Path) -> None:
-    first = pack(quantised(KIND), artifact, out=tmp_path / "1.safetensors")
-    assert pack(first.path, artifact, out=tmp_path / "2.safetensors").weights_id == first.weights_id
-
-
 GRAPHS = r"0.weight: the graph has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act_quant_kwargs=Quant.+\), "
-OTHERS = {
-    "int8": r"the checkpoint has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act_quant_kwargs=None",
-    "float8": r"the checkpoint has Float8Tensor\(block_size=\[1, 32\], mm_config=None",
-}
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.parametrize("form", ["a state dict", "torch.save"])
-def test_another_kind_is_refused_with_both(kind: str, form: str, artifact: Artifact, tmp_path: Path) -> None:
-    source = FORMS[form](quantised(kind), tmp_path)
-    with pytest.raises(WeightsMismatch, match=GRAPHS + OTHERS[kind]):
-        pack(source, artifact, out=tmp_path / "v1.safetensors")
-    assert not (tmp_path / "v1.safetensors").exists()
+INT8 = r"the checkpoint has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act_quant_kwargs=None"
+FLOAT8 = r"the checkpoint has Float8Tensor\(block_size=\[1, 32\], mm_config=None"
 
 
-def test_torchaos_file_of_another_kind_is_refused_with_both(artifact: Artifact, tmp_path: Path) -> None:
-    path = torchao_file(quantised("int8"), tmp_path)
-    with pytest.raises(WeightsMismatch, match=GRAPHS + r"the checkpoint has Int8Tensor\(act_quant_kwargs=None"):
-        pack(path, artifact, out=tmp_path / "v1.safetensors")
+@pytest.mark.parametrize(
+    ("kind", "form", "says"),
+    [
+        *(
+            (kind, form, says)
+            for kind, says in (("int8", INT8), ("float8", FLOAT8))
+            for form in ("a state dict", "torch.save")
+        ),
+        ("int8", "torchao's safetensors", r"the checkpoint has Int8Tensor\(act_quant_kwargs=None"),
+    ],
+)
+def test_another_kind_is_refused_with_both(kind: str, form: str, says: str, artifact: Artifact, tmp_path: Path) -> None:
+    message = refuses(WeightsMismatch, "0.weight", FORMS[form](quantised(kind), tmp_path), artifact, tmp_path)
+    assert re.search(GRAPHS + says, message)
 
 
 def test_floats_are_refused_for_a_quantised_graph(artifact: Artifact, tmp_path: Path) -> None:
-    with pytest.raises(WeightsMismatch, match=GRAPHS + "the checkpoint has a plain tensor") as caught:
-        pack(floats(0), artifact, out=tmp_path / "v1.safetensors")
-    assert len(caught.value.problems) == 2
+    message = refuses(WeightsMismatch, "2 problems", floats(0), artifact, tmp_path)
+    assert re.search(GRAPHS + "the checkpoint has a plain tensor", message)
 
 
 def test_quantised_weights_are_refused_for_a_float_graph(tmp_path: Path) -> None:
     plain = export(floats(0), (X,), out=tmp_path / "plain.artifact")
     assert not (plain.path / "parts.json").exists()
-    with pytest.raises(WeightsMismatch, match=r"0.weight: the graph has a plain tensor, the checkpoint has Int8Tensor"):
-        pack(quantised(KIND), plain, out=tmp_path / "v1.safetensors")
+    says = "0.weight: the graph has a plain tensor, the checkpoint has Int8Tensor"
+    refuses(WeightsMismatch, says, quantised(KIND), plain, tmp_path)
 
 
 def test_goldens_of_another_kind_are_refused(artifact: Artifact, tmp_path: Path) -> None:
-    source = quantised(KIND).state_dict()
-    with pytest.raises(
-        ParityError, match=GRAPHS + r"the model has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act"
-    ):
-        pack(source, artifact, model=quantised("int8"), goldens=[(X,)], out=tmp_path / "v1.safetensors")
+    recorded = {"model": quantised("int8"), "goldens": [(X,)]}
+    message = refuses(ParityError, "0.weight", quantised(KIND).state_dict(), artifact, tmp_path, **recorded)
+    assert re.search(GRAPHS + r"the model has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act", message)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_distributed_checkpoint_is_refused(artifact: Artifact, tmp_path: Path) -> None:
-    folder = distributed_folder(quantised(KIND), tmp_path)
-    with pytest.raises(CheckpointError, match=r"the chunk of 0.weight at byte 0 must have one storage"):
-        pack(folder, artifact, out=tmp_path / "v1.safetensors")
+    distributed.save(quantised(KIND).state_dict(), checkpoint_id=tmp_path / "folder", no_dist=True)
+    says = "the chunk of 0.weight at byte 0 must have one storage"
+    refuses(CheckpointError, says, tmp_path / "folder", artifact, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -134,26 +125,24 @@ def test_a_distributed_checkpoint_is_refused(artifact: Artifact, tmp_path: Path)
 )
 def test_metadata_that_torchao_does_not_write_are_refused(text: str, artifact: Artifact, tmp_path: Path) -> None:
     path = torchao_file(quantised(KIND), tmp_path, **{"0.weight": text})
-    with pytest.raises(CheckpointError, match=r"saved.safetensors: the metadata of 0.weight is not torchao's"):
-        pack(path, artifact, out=tmp_path / "v1.safetensors")
+    refuses(CheckpointError, "saved.safetensors: the metadata of 0.weight is not torchao's", path, artifact, tmp_path)
 
 
-@pytest.mark.parametrize(("value", "says"), [(3, "its parts are not tensors"), (None, "AttributeError: .*qdata")])
+@pytest.mark.parametrize(("value", "says"), [(3, "its parts are not tensors"), (None, "AttributeError: ")])
 def test_a_damaged_tensor_is_refused(value: Any, says: str, artifact: Artifact, tmp_path: Path) -> None:
     state = quantised(KIND).state_dict()
     if value is None:
         del state["0.weight"].qdata
     else:
         state["0.weight"].qdata = value
-    with pytest.raises(CheckpointError, match=rf"^0.weight: is a Int8Tensor that cannot be taken apart: {says}"):
-        pack(state, artifact, out=tmp_path / "v1.safetensors")
+    says = f"0.weight: is a Int8Tensor that cannot be taken apart: {says}"
+    assert "qdata" in refuses(CheckpointError, says, state, artifact, tmp_path) or value
 
 
 def test_an_artifact_whose_kinds_are_damaged_is_refused(tmp_path: Path) -> None:
     artifact = export(quantised(KIND), (X,), out=tmp_path / "a.artifact")
     (artifact.path / "parts.json").write_text("{}")
-    with pytest.raises(ArtifactError, match=r"parts.json: altered since the export"):
-        pack(quantised(KIND), artifact, out=tmp_path / "v1.safetensors")
+    refuses(ArtifactError, "parts.json: altered since the export", quantised(KIND), artifact, tmp_path)
 
 
 def test_a_file_of_torchao_is_opened_without_its_import_before(artifact: Artifact, tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Messages of inspect and diff for checkpoints that cannot be read, are damaged, or change."""
+"""What pack, inspect and diff say of checkpoints that cannot be read, are damaged, or change."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Callable
@@ -13,14 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
-from tests.support.checkpoints import flipped, saved, saved_before_zip, saved_distributed
-from tests.support.reading import FORMS, State, command, some_state, written
-from weightswap_runtime import CheckpointError, WeightswapError
+from tests.support.checkpoints import flipped, refuses, saved, saved_before_zip, saved_distributed
+from tests.support.program import document, said
+from tests.support.reading import FORMS, State, some_state, written
+from weightswap_runtime import Artifact, CheckpointError, WeightswapError
 from weightswap_tools.diff import compare_weights
-from weightswap_tools.diff.command import diff_command
-from weightswap_tools.inspect.command import inspect_command
 
 
 class Arbitrary:
@@ -39,20 +36,25 @@ def cut(path: Path, keep: int) -> Path:
 
 
 def cut_dcp(folder: Path) -> Path:
-    cut(saved_distributed(folder / "dcp", some_state()) / "__0_0.distcp", 900)
-    return folder / "dcp"
+    return cut(saved_distributed(folder / "dcp", some_state()) / "__0_0.distcp", 900).parent
 
 
-def filled(folder: Path, *names: str) -> Path:
-    folder.mkdir()
+def another_zip(path: Path) -> Path:
+    np.savez(path / "c", a=np.ones(1))
+    return (path / "c.npz").rename(path / "c.pt")
+
+
+def folder_of(path: Path, *names: str) -> Path:
+    (path / "f").mkdir()
     for name in names:
-        (folder / name).write_text("?")
-    return folder
+        (path / "f" / name).write_text("?")
+    return path / "f"
 
 
 OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
 
 
+IN_PARTS = {"optimizer": {"state": {"w": {"exp_avg": torch.ones(3)}}}}
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a zip that is cut off": (
         lambda path: cut(saved(path / "c.pt", some_state()), -100),
@@ -79,22 +81,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda path: scripted(path / "c.pt"),
         "c.pt: a TorchScript archive, expected a state dict. Save one where the model's source code is",
     ),
-    "another zip": (
-        lambda path: Path(str(np.savez(path / "c", a=np.ones(1)) or (path / "c.npz").rename(path / "c.pt"))),
-        "c.pt: a zip file without the data.pkl that torch.save writes",
-    ),
-    "an optimizer": (
-        lambda path: saved(path / "c.pt", OPTIMIZER),
-        "c.pt: holds the state of an optimizer, not weights; give the model's state dict",
-    ),
-    "an optimizer in a trainer's dict": (
-        lambda path: saved(path / "c.pt", {"optimizer": OPTIMIZER, "epoch": 3}),
-        "c.pt: holds the state of an optimizer, not weights",
-    ),
-    "a distributed optimizer": (
-        lambda path: saved_distributed(path / "dcp", {"optimizer": {"state": {"w": {"exp_avg": torch.ones(3)}}}}),
-        "dcp: holds the state of an optimizer, not weights",
-    ),
+    "another zip": (another_zip, "c.pt: a zip file without the data.pkl that torch.save writes"),
     "no tensors": (lambda path: saved(path / "c.pt", {"epoch": 3}), "c.pt: holds no tensors; give a state dict"),
     "weights where nobody looks": (
         lambda path: saved(path / "c.pt", {"net": {"w": torch.ones(1)}}),
@@ -106,17 +93,31 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         "c.pt: w: torch.float32 torch.sparse_coo cannot be written as safetensors",
     ),
     "an empty file": (lambda path: written(path / "c.pt", b""), "c.pt: the file is empty. Save it again"),
-    "an empty folder": (lambda path: filled(path / "f"), "f: no checkpoint in this folder (it is empty); expected"),
+    "an empty folder": (folder_of, "f: no checkpoint in this folder (it is empty); expected"),
     "a folder of something else": (
-        lambda path: filled(path / "f", "a.txt"),
-        "f: no checkpoint in this folder (it holds a.txt); expected .metadata",
+        lambda path: folder_of(path, "a.txt", "b.txt"),
+        "f: no checkpoint in this folder (it holds a.txt, b.txt); expected .metadata",
+    ),
+}
+BY_TOOLS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "chunks that are cut off": (cut_dcp, "__0_0.distcp: cut off: it has 900 bytes, but the metadata places tensors"),
+    "an optimizer": (
+        lambda path: saved(path / "c.pt", OPTIMIZER),
+        "c.pt: holds the state of an optimizer, not weights; give the model's state dict",
+    ),
+    "an optimizer in a trainer's dict": (
+        lambda path: saved(path / "c.pt", {"optimizer": OPTIMIZER, "epoch": 3}),
+        "c.pt: holds the state of an optimizer, not weights",
+    ),
+    "a distributed optimizer": (
+        lambda path: saved_distributed(path / "dcp", IN_PARTS),
+        "dcp: holds the state of an optimizer, not weights",
     ),
     "a file of something else": (
         lambda path: written(path / "a.txt", b"nothing of interest"),
         "a.txt: damaged, or not a safetensors file",
     ),
     "nothing": (lambda path: path / "nowhere.pt", "nowhere.pt: cannot be opened (No such file or directory)"),
-    "chunks that are cut off": (cut_dcp, "__0_0.distcp: cut off: it has 900 bytes, but the metadata places tensors"),
 }
 
 
@@ -143,30 +144,28 @@ def test_a_name_that_some_take_for_several_lines(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_more_than_there_is_memory(tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", {"w": torch.zeros(1).expand(1 << 31, 1 << 30)})
-    assert "c.pt: a tensor that can only be read whole takes 9223372036854775808 bytes" in command(
-        diff_command, path, path, status=1
-    )
+    says = "c.pt: a tensor that can only be read whole takes 9223372036854775808 bytes"
+    assert says in said("diff", path, path, status=1)
 
 
-@pytest.mark.parametrize("level", ["", "epoch_state"])
-def test_a_level_without_tensors_of_its_own(level: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("level", "named"), [("", "top level"), ("epoch_state", "level 'epoch_state'")])
+def test_a_level_without_tensors_of_its_own(level: str, named: str, tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", {"model": some_state(), "epoch_state": {"best": 3}})
-    named = f"its level '{level}'" if level else "its top level"
-    assert f"{named} holds no tensors of its own; run without --level" in command(
-        inspect_command, path, "--level", level, status=1
-    )
+    says = f"its {named} holds no tensors of its own; run without --level"
+    assert says in said("inspect", path, "--level", level, status=1)
 
 
-@pytest.mark.parametrize(("make", "says"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, *BY_TOOLS])
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_refusals(make: Callable[[Path], Path], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(name: str, renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    good = saved(tmp_path / "good.pt", {"w": torch.ones(1)})
-    path = make(tmp_path)
-    for arguments in ((inspect_command, path), (diff_command, good, path), (diff_command, path, good)):
-        assert says in command(*arguments, status=1)
-        document = json.loads(CliRunner().invoke(arguments[0], [*map(str, arguments[1:]), "--json"]).stdout)
-        assert says in document["message"]
+    make, says = (REFUSED | BY_TOOLS)[name]
+    good, path = saved(tmp_path / "good.pt", {"w": torch.ones(1)}), make(tmp_path)
+    for arguments in (("inspect", path), ("diff", good, path), ("diff", path, good)):
+        assert says in said(*arguments, status=1)
+        assert says in document(*arguments, status=1)["message"]
+    if name in REFUSED:
+        refuses(CheckpointError, says, path, renamed, tmp_path)
     assert not (tmp_path / "executed").exists()
 
 
@@ -178,10 +177,9 @@ def test_mappings_that_are_in_each_other(tmp_path: Path) -> None:
         state = {"model": state} | {f"again{index}": state for index in range(30)}
     path = saved(tmp_path / "c.pt", state)
     level = ".".join(["model"] * 8)
-    said = command(inspect_command, path, status=1)
-    assert f"It has '{level}' (1 tensor), '{level.removesuffix('model')}again0' (1 tensor), " in said
-    document = json.loads(command(inspect_command, path, "--json", "--level", level))
-    assert list(document["tensors"]) == ["w"]
+    says = f"It has '{level}' (1 tensor), '{level.removesuffix('model')}again0' (1 tensor), "
+    assert says in said("inspect", path, status=1)
+    assert list(document("inspect", path, "--level", level)["tensors"]) == ["w"]
 
 
 FUZZED = {
@@ -229,8 +227,8 @@ def test_a_bit_that_is_not_as_it_was_written_is_found(
     flipped(next(tmp_path.glob(name)), state["embed.weight"])
     with pytest.raises(CheckpointError, match="CRC-32"):
         compare_weights(path, path)
-    assert "CRC-32" in command(diff_command, path, path, status=1)
-    command(inspect_command, path)  # reads no values
+    assert "CRC-32" in said("diff", path, path, status=1)
+    said("inspect", path)  # reads no values
 
 
 @pytest.mark.parametrize("form", ["pt", "distributed"])

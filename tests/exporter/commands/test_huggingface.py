@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -17,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.support.setups import loaded
 from tests.zoo.entries import BY_NAME, GROUPED, HUGGING_FACE, SMALL, Entry, hf, named_tensors, randomised
 from weightswap_exporter import export, pack, skeleton
 from weightswap_exporter.commands.hf_directory import directory_recipe, export_directory
@@ -43,9 +45,8 @@ def test_a_checkpoint_is_what_save_pretrained_writes(entry: Entry, tmp_path: Pat
     entry.save(model, tmp_path)
     saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
     for described in (checkpoint(model), checkpoint(hollow(entry.build))):
-        assert {key: (value.dtype, value.shape) for key, value in described.items()} == {
-            key: (value.dtype, value.shape) for key, value in saved.items()
-        }
+        kinds = [{key: (value.dtype, value.shape) for key, value in each.items()} for each in (described, saved)]
+        assert kinds[0] == kinds[1]
         assert all(value.is_meta for value in described.values())
 
 
@@ -93,8 +94,6 @@ def test_loading_can_be_traced_with_its_conversions() -> None:
 
 
 def test_nothing_is_printed_and_no_thread_is_started(capfd: pytest.CaptureFixture[str]) -> None:
-    import threading
-
     before = set(threading.enumerate())
     load(hollow(mixtral), checkpoint(hollow(mixtral)))
     assert set(threading.enumerate()) <= before
@@ -161,11 +160,14 @@ def test_a_directory_gives_a_skeleton_of_its_architecture_and_dtype(tmp_path: Pa
         assert not model.config.use_cache
 
 
-def test_without_an_architecture_the_plain_model_is_taken(tmp_path: Path) -> None:
+def test_without_an_architecture_the_library_s_plain_model_is_taken(tmp_path: Path) -> None:
+    """And no code of the directory is run."""
     from transformers import BertModel
 
-    write(tmp_path, model_type="bert", **SMALL)
-    assert type(directory_recipe(tmp_path)["model"]) is BertModel
+    (tmp_path / "modeling.py").write_text("raise SystemExit('run')")
+    code = {"AutoModel": "modeling.Own", "AutoConfig": "modeling.Config"}
+    for more in ({}, {"auto_map": code}):
+        assert type(directory_recipe(write(tmp_path, model_type="bert", **SMALL, **more))["model"]) is BertModel
 
 
 def test_parameters_that_stay_in_float32_do_so(tmp_path: Path) -> None:
@@ -176,14 +178,6 @@ def test_parameters_that_stay_in_float32_do_so(tmp_path: Path) -> None:
     dtypes = {name: parameter.dtype for name, parameter in found.named_parameters()}
     assert dtypes == {name: parameter.dtype for name, parameter in expected.named_parameters()}
     assert set(dtypes.values()) == {torch.float16, torch.float32}
-
-
-def test_code_in_a_directory_is_not_run_where_the_library_has_the_model(tmp_path: Path) -> None:
-    from transformers import BertModel
-
-    (tmp_path / "modeling.py").write_text("raise SystemExit('run')")
-    write(tmp_path, model_type="bert", **SMALL, auto_map={"AutoModel": "modeling.Own", "AutoConfig": "modeling.Config"})
-    assert type(directory_recipe(tmp_path)["model"]) is BertModel
 
 
 @pytest.mark.parametrize(
@@ -267,35 +261,26 @@ def test_sizes_are_fixed_one_after_the_other_until_a_capture_succeeds(
     assert tried == [dict.fromkeys(both, axes) for axes in ([0, 1], [0], [])]
 
 
-OLDER: dict[
-    str, tuple[Callable[[], nn.Module], Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], set[str]]
-] = {
-    "without the prefix, with masks": (
-        hf(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            vocab_size=99,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        lambda state: {
-            **{key.removeprefix("transformer."): value for key, value in state.items()},
-            "h.0.attn.bias": torch.ones(1, 1, 8, 8),
-        },
-        {"h.0.attn.bias"},
-    ),
+State = dict[str, torch.Tensor]
+
+
+def older_gpt2(state: State) -> State:
+    plain = {key.removeprefix("transformer."): value for key, value in state.items()}
+    return {**plain, "h.0.attn.bias": torch.ones(1, 1, 8, 8)}
+
+
+def older_bert(state: State) -> State:
+    """Change names as those of TensorFlow were, and add the head of another task."""
+    found = {key.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): state[key] for key in state}
+    return {**found, "cls.seq_relationship.weight": torch.zeros(2, 32)}
+
+
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2}
+OLDER: dict[str, tuple[Callable[[], nn.Module], Callable[[State], State], set[str]]] = {
+    "without the prefix, with masks": (hf("GPT2LMHeadModel", "GPT2Config", **GPT2), older_gpt2, {"h.0.attn.bias"}),
     "old names, and heads of other tasks": (
         hf("BertForMaskedLM", "BertConfig", **SMALL),
-        lambda state: {
-            **{
-                key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
-                for key, value in state.items()
-            },
-            "cls.seq_relationship.weight": torch.zeros(2, 32),
-        },
+        older_bert,
         {"cls.seq_relationship.weight"},
     ),
     "another dtype": (llama, lambda state: {key: value.bfloat16() for key, value in state.items()}, set()),
@@ -418,7 +403,7 @@ def test_what_returns_a_cache_is_captured_without_it(
     torch.manual_seed(0)
     model: Any = build().eval()
     artifact = export(model, (), inputs, out=tmp_path / "a.artifact", goldens={"forward": [((), inputs)]})
-    served = serve(artifact, pack(model, artifact, out=tmp_path / "v.safetensors").path)
+    served = loaded(artifact, tmp_path, model)
     with torch.no_grad():
         expected = model(**inputs)  # with its cache: the configurations are as they were
     assert torch.equal(served(**inputs)["logits"], expected["logits"])

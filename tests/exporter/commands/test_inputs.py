@@ -12,61 +12,42 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
 from torch import nn
-from typer.testing import CliRunner
 
+from tests.support.program import run, said
 from tests.support.setups import equal
 from tests.wild.tiny import tiny
 from tests.zoo.entries import GROUPED, IMAGES, hf
 from weightswap_exporter import skeleton
-from weightswap_exporter.commands.build import export_command
 from weightswap_exporter.commands.hf_directory import directory_recipe, export_directory
 from weightswap_exporter.commands.hf_inputs import Inputs, sample_inputs
 from weightswap_runtime import CaptureError, ExportError, load
 
-LONGER = {"SpeechT5Model"}
 MASKED = ["input_ids", "attention_mask"]
-FAMILIES = {
-    "LlamaModel": {"input_ids": [2, 16], "attention_mask": [2, 16]},
-    "T5Model": {"input_ids": [2, 16], "attention_mask": [2, 16], "decoder_input_ids": [2, 16]},
+TEXT = {"input_ids": [2, 16], "attention_mask": [2, 16]}
+SERIES = {"past_values": [2, 15], "past_time_features": [2, 15, 0], "past_observed_mask": [2, 15]}
+STEPS = {"rewards": [2, 16, 1], "returns_to_go": [2, 16, 1], "timesteps": [2, 16]}
+FAMILIES: dict[str, dict[str, list[int]]] = {
+    "LlamaModel": TEXT,
+    "T5Model": {**TEXT, "decoder_input_ids": [2, 16]},
     "ViTModel": {"pixel_values": [2, 3, 224, 224]},
     "Wav2Vec2Model": {"input_values": [2, 2640]},
     "ASTModel": {"input_values": [2, 1024, 128]},
     "EncodecModel": {"input_values": [2, 1, 15360]},
     "ParakeetEncoder": {"input_features": [2, 200, 80]},
-    "BertForMultipleChoice": {
-        "input_ids": [2, 4, 16],
-        "attention_mask": [2, 4, 16],
-        "token_type_ids": [2, 4, 16],
-    },
+    "BertForMultipleChoice": {name: [2, 4, 16] for name in (*TEXT, "token_type_ids")},
     "VideoMAEModel": {"pixel_values": [2, 8, 3, 224, 224]},
     "TimesformerModel": {"pixel_values": [2, 8, 3, 224, 224]},
-    "LlavaModel": {"input_ids": [2, 16], "attention_mask": [2, 16]},
-    "FlavaModel": {"input_ids": [2, 16], "attention_mask": [2, 16]},
-    "Siglip2Model": {
-        "input_ids": [2, 16],
-        "attention_mask": [2, 16],
-        "pixel_values": [2, 32, 768],
-        "spatial_shapes": [2, 2],
-    },
+    "LlavaModel": TEXT,
+    "FlavaModel": TEXT,
+    "Siglip2Model": {**TEXT, "pixel_values": [2, 32, 768], "spatial_shapes": [2, 2]},
     "Qwen2_5_VisionTransformerPretrainedModel": {"hidden_states": [64, 1176], "grid_thw": [2, 3]},
-    "LayoutLMModel": {"input_ids": [2, 16], "attention_mask": [2, 16], "token_type_ids": [2, 16], "bbox": [2, 16, 4]},
-    "LxmertModel": {
-        "input_ids": [2, 16],
-        "attention_mask": [2, 16],
-        "token_type_ids": [2, 16],
-        "visual_feats": [2, 16, 256],
-        "visual_pos": [2, 16, 4],
-    },
+    "LayoutLMModel": {**TEXT, "token_type_ids": [2, 16], "bbox": [2, 16, 4]},
+    "LxmertModel": {**TEXT, "token_type_ids": [2, 16], "visual_feats": [2, 16, 256], "visual_pos": [2, 16, 4]},
     "PatchTSTModel": {"past_values": [2, 32, 1]},
-    "AutoformerModel": {"past_values": [2, 15], "past_time_features": [2, 15, 0], "past_observed_mask": [2, 15]},
-    "DecisionTransformerModel": {
-        "states": [2, 16, 17],
-        "actions": [2, 16, 4],
-        "rewards": [2, 16, 1],
-        "returns_to_go": [2, 16, 1],
-        "timesteps": [2, 16],
-    },
+    "AutoformerModel": SERIES,
+    "DecisionTransformerModel": {"states": [2, 16, 17], "actions": [2, 16, 4], **STEPS},
     "SpeechT5Model": {"input_values": [2, 16, 96], "decoder_input_values": [2, 16, 96]},
 }
 
@@ -94,9 +75,7 @@ def inputs_of(architecture: str) -> Inputs:
     raise AssertionError(architecture)
 
 
-@pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in FAMILIES]
-)
+@pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.slow
 def test_inputs_of_every_family_are_found(architecture: str) -> None:
     found = inputs_of(architecture)
@@ -126,9 +105,8 @@ def test_guesses_that_eager_refuses_are_listed_with_its_errors(caplog: pytest.Lo
     with caplog.at_level(logging.DEBUG), pytest.raises(ExportError) as refused:
         sample_inputs(model)
     first, told, *_, advice = str(refused.value).splitlines()
-    assert first.startswith(
-        "BertModel (model type 'bert'): accepts none of the inputs that were guessed; it takes input_ids"
-    )
+    says = "BertModel (model type 'bert'): accepts none of the inputs that were guessed; it takes input_ids"
+    assert first.startswith(says)
     assert told.startswith("  - input_ids [2, 16], attention_mask [2, 16], token_type_ids [2, 16]: ")
     assert "RuntimeError" in told
     assert advice.startswith("Give others with --inputs FILE.py:function")
@@ -213,14 +191,13 @@ def test_a_model_of_pictures_and_texts_is_exported_with_both(tmp_path: Path) -> 
     assert equal(served(**inputs)["logits"], expected.logits)
 
 
-def given(folder: Path, text: str) -> str:
+def export_by_command(folder: Path, text: str, status: int = 0) -> Result:
+    """Export a Llama with the inputs that a text makes."""
     (folder / "samples.py").write_text(f"import torch\n\ndef inputs(model):\n    return {text}\n")
-    return f"{folder / 'samples.py'}:inputs"
-
-
-def export_by_command(folder: Path, *more: str) -> Any:
-    write(llama(), folder)
-    return CliRunner().invoke(export_command, [f"hf:{folder}", "-o", str(folder / "a.artifact"), *more])
+    where = f"hf:{write(llama(), folder)}"
+    return run(
+        "export", where, "-o", folder / "a.artifact", "--inputs", f"{folder / 'samples.py'}:inputs", status=status
+    )
 
 
 llama = hf("LlamaForCausalLM", "LlamaConfig", **GROUPED)
@@ -236,8 +213,7 @@ llama = hf("LlamaForCausalLM", "LlamaConfig", **GROUPED)
 )
 @pytest.mark.slow
 def test_the_users_inputs_are_taken(text: str, tmp_path: Path) -> None:
-    done = export_by_command(tmp_path, "--inputs", given(tmp_path, text))
-    assert done.exit_code == 0, done.output
+    done = export_by_command(tmp_path, text)
     assert re.search(r"input_ids: \S+ ?\[batch, \d\]", done.stdout), done.stdout
 
 
@@ -253,24 +229,20 @@ def test_the_users_inputs_are_taken(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_invalid_inputs_are_bad_usage(text: str, says: str, tmp_path: Path) -> None:
-    done = export_by_command(tmp_path, "--inputs", given(tmp_path, text))
-    assert done.exit_code == 2
-    assert says in done.stderr
+    assert says in export_by_command(tmp_path, text, status=2).stderr
 
 
 def test_what_the_users_code_logs_is_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And what the libraries log about themselves is not."""
     logs = "[__import__('logging').getLogger(name).warning(name) for name in ('mine', 'torch.x', 'transformers')]"
-    export_by_command(tmp_path, "--inputs", given(tmp_path, logs))
+    export_by_command(tmp_path, logs, status=2)
     assert [each.name for each in caplog.records if each.name in each.getMessage()] == ["mine"]
     assert logging.getLogger("transformers").level < logging.ERROR
 
 
 def test_a_recipe_gives_its_inputs_itself(tmp_path: Path) -> None:
-    arguments = ["recipe.py:build", "-o", str(tmp_path / "a.artifact"), "--pictures"]
-    done = CliRunner().invoke(export_command, arguments)
-    assert done.exit_code == 2
-    assert "--inputs and --pictures are for hf:DIR" in done.stderr
+    text = said("export", "recipe.py:build", "-o", tmp_path / "a.artifact", "--pictures", status=2)
+    assert "--inputs and --pictures are for hf:DIR" in text
 
 
 def test_a_capture_that_fails_says_that_inputs_were_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

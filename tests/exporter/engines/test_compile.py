@@ -14,12 +14,12 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.export import Dim
-from typer.testing import CliRunner
 
+from tests.support.checkpoints import saved_shards
 from tests.support.loading import Fused
-from tests.support.models import Counter, Everything
+from tests.support.models import Counter, Does, Everything
+from tests.support.program import run, said
 from weightswap_exporter import MethodSpec, compile_engines, export, export_onnx, exporting, pack, skeleton
-from weightswap_exporter.commands.build import export_command
 from weightswap_exporter.engines import compiling
 from weightswap_runtime import (
     Artifact,
@@ -35,30 +35,29 @@ from weightswap_runtime import (
 SHAPES = {"x": {0: Dim("batch", max=8)}}
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """Tied weights, one of which is kept in another order than row-major, and a constant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(4, 4, bias=False)
-        self.two = nn.Linear(4, 4, bias=False)
-        self.two.weight = self.one.weight
-        self.turned = nn.Parameter(torch.randn(3, 4).T)
-        self.plain = torch.arange(4.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.two(self.one(x)) + self.plain) @ self.turned
+    layers = {name: nn.Linear(4, 4, bias=False) for name in ("one", "two")}
+    layers["two"].weight = layers["one"].weight
+    turned = nn.Parameter(torch.randn(3, 4).T)
+    act = lambda m, x: torch.relu(m.two(m.one(x)) + m.plain) @ m.turned  # noqa: E731
+    return Does(act, **layers, turned=turned, plain=torch.arange(4.0))
 
 
 @pytest.fixture
 def artifact(tmp_path: Path) -> Artifact:
-    return export(Tied(), (torch.ones(2, 4),), out=tmp_path / "a", dynamic_shapes=SHAPES)
+    return export(tied(), (torch.ones(2, 4),), out=tmp_path / "a", dynamic_shapes=SHAPES)
 
 
-def run(path: Path, **inputs: torch.Tensor) -> list[Any]:
+def outputs(path: Path, **inputs: torch.Tensor) -> list[Any]:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    found: list[Any] = session.run(None, {name: value.numpy() for name, value in inputs.items()})
-    return found
+    return session.run(None, {name: value.numpy() for name, value in inputs.items()})
+
+
+@torch.no_grad()
+def gives(path: Path, model: nn.Module, x: torch.Tensor) -> bool:
+    """Return whether ONNX Runtime computes of a graph what a model does."""
+    return np.allclose(outputs(path, x=x)[0], model(x), rtol=1e-5, atol=1e-6)
 
 
 def files(artifact: Artifact) -> dict[str, bytes]:
@@ -79,8 +78,8 @@ def test_compiling_adds_files_and_keeps_the_rest(artifact: Artifact) -> None:
 @pytest.mark.slow
 def test_export_compiles_too_from_a_skeleton_and_to_the_same_bytes(tmp_path: Path) -> None:
     with skeleton():
-        hollow = Tied()
-    for name, model in (("one", hollow), ("two", Tied())):
+        hollow = tied()
+    for name, model in (("one", hollow), ("two", tied())):
         export(model, (torch.ones(2, 4),), out=tmp_path / name, dynamic_shapes=SHAPES, engines=["torch", "onnx"])
     one, two = (Artifact.open(tmp_path / name) for name in ("one", "two"))
     assert files(one) == files(two)
@@ -88,14 +87,11 @@ def test_export_compiles_too_from_a_skeleton_and_to_the_same_bytes(tmp_path: Pat
 
 
 def test_a_graph_that_cannot_be_compiled_leaves_nothing(tmp_path: Path) -> None:
-    class Looked(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.linalg.eigvals(x).real
-
+    looked = Does(lambda m, x: torch.linalg.eigvals(x).real)
     with pytest.raises(CaptureError, match=r"method 'forward': .*ONNX has no aten\.linalg_eig\."):
-        export(Looked(), (torch.eye(3),), out=tmp_path / "a", engines=["onnx"])
+        export(looked, (torch.eye(3),), out=tmp_path / "a", engines=["onnx"])
     assert list(tmp_path.iterdir()) == []
-    plain = export(Looked(), (torch.eye(3),), out=tmp_path / "a")
+    plain = export(looked, (torch.eye(3),), out=tmp_path / "a")
     before = {path.name for path in plain.path.rglob("*")}
     with pytest.raises(CaptureError):
         compile_engines(plain, ["onnx"])
@@ -103,15 +99,9 @@ def test_a_graph_that_cannot_be_compiled_leaves_nothing(tmp_path: Path) -> None:
     assert load(plain).engine == "torch"
 
 
-class Writer(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.add_(1)
-        return x * 2
-
-
 def test_mutations_that_onnx_would_lose_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="changes the input 'x', which ONNX cannot express"):
-        export(Writer(), (torch.ones(2),), out=tmp_path / "a", engines=["onnx"])
+        export(Does(lambda m, x: x.add_(1) * 2), (torch.ones(2),), out=tmp_path / "a", engines=["onnx"])
 
 
 class Masked(nn.Module):
@@ -166,7 +156,7 @@ def test_an_altered_graph_is_not_compiled(artifact: Artifact) -> None:
 
 @pytest.mark.slow
 def test_a_graph_points_into_a_weight_file(artifact: Artifact, tmp_path: Path) -> None:
-    model = Tied()
+    model = tied()
     x = torch.randn(5, 4)
     (tmp_path / "weights").mkdir()
     packed = pack(model, artifact, out=tmp_path / "weights" / "v1.safetensors").path
@@ -174,31 +164,20 @@ def test_a_graph_points_into_a_weight_file(artifact: Artifact, tmp_path: Path) -
         path = export_onnx(compiled, packed, out=tmp_path / "model.onnx")
         onnx.checker.check_model(path, full_check=True)
         assert path.stat().st_size < packed.stat().st_size + 4000
-        with torch.no_grad():
-            np.testing.assert_allclose(run(path, x=x)[0], model(x), rtol=1e-5, atol=1e-6)
-    other = Tied()
+        assert gives(path, model, x)
+    other = tied()
     pack(other, artifact, out=packed)
-    with torch.no_grad():
-        np.testing.assert_allclose(run(path, x=x)[0], other(x), rtol=1e-5, atol=1e-6)
+    assert gives(path, other, x)
     shutil.move(tmp_path / "weights", tmp_path / "b" / "weights")
     shutil.move(path, tmp_path / "b" / "model.onnx")
-    assert run(tmp_path / "b" / "model.onnx", x=x)[0].shape == (5, 3)
+    assert gives(tmp_path / "b" / "model.onnx", other, x)
 
 
 def test_shards_and_checkpoint_keys_are_pointed_into_too(artifact: Artifact, tmp_path: Path) -> None:
-    model = Tied()
-    folder = tmp_path / "shards"
-    folder.mkdir()
+    model = tied()
     state = {key: value.contiguous().clone() for key, value in model.state_dict().items()}
-    names = {key: f"part{number}.safetensors" for number, key in enumerate(state)}
-    for key, name in names.items():
-        safetensors.torch.save_file({key: state[key]}, folder / name)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(f'{{"weight_map": {str(names).replace(chr(39), chr(34))}}}')
-    path = export_onnx(artifact, index, out=folder / "model.onnx")
-    with torch.no_grad():
-        x = torch.randn(2, 4)
-        np.testing.assert_allclose(run(path, x=x)[0], model(x), rtol=1e-5, atol=1e-6)
+    (index,) = saved_shards(tmp_path / "shards", state, ".safetensors").glob("*.index.json")
+    assert gives(export_onnx(artifact, index, out=tmp_path / "shards" / "model.onnx"), model, torch.randn(2, 4))
 
 
 def test_state_stays_an_input(tmp_path: Path) -> None:
@@ -208,7 +187,7 @@ def test_state_stays_an_input(tmp_path: Path) -> None:
     packed = pack(model, artifact, out=tmp_path / "v.safetensors").path
     path = export_onnx(artifact, packed, out=tmp_path / "m.onnx", method="forward")
     x, steps, mean = torch.randn(2, 3), torch.tensor(4), torch.ones(3)
-    y, *after = run(path, x=x, steps=steps, mean=mean)
+    y, *after = outputs(path, x=x, steps=steps, mean=mean)
     with torch.no_grad():
         model.steps.copy_(steps)
         model.mean.copy_(mean)
@@ -220,7 +199,7 @@ def test_state_stays_an_input(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_weight_files_elsewhere_or_of_other_weights_are_refused(artifact: Artifact, tmp_path: Path) -> None:
-    packed = pack(Tied(), artifact, out=tmp_path / "v.safetensors").path
+    packed = pack(tied(), artifact, out=tmp_path / "v.safetensors").path
     with pytest.raises(ExportError, match="must be in the folder of"):
         export_onnx(artifact, packed, out=tmp_path / "deeper" / "m.onnx")
     safetensors.torch.save_file({"one.weight": torch.zeros(4, 4)}, tmp_path / "w.safetensors")
@@ -236,19 +215,11 @@ def test_weight_files_elsewhere_or_of_other_weights_are_refused(artifact: Artifa
 
 
 def test_weights_without_elements_are_written_into_the_model(tmp_path: Path) -> None:
-    class Hollow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.nothing = nn.Parameter(torch.empty(0, 3))
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([x * self.weight, self.nothing])
-
-    artifact = export(Hollow(), (torch.ones(2, 3),), out=tmp_path / "a")
-    packed = pack(Hollow(), artifact, out=tmp_path / "v.safetensors").path
-    (found,) = run(export_onnx(artifact, packed, out=tmp_path / "m.onnx"), x=torch.full((2, 3), 2.0))
-    np.testing.assert_array_equal(found, np.full((2, 3), 2.0))
+    weights = {"nothing": nn.Parameter(torch.empty(0, 3)), "weight": nn.Parameter(torch.ones(3))}
+    model, x = Does(lambda m, x: torch.cat([x * m.weight, m.nothing]), **weights), torch.full((2, 3), 2.0)
+    artifact = export(model, (torch.ones(2, 3),), out=tmp_path / "a")
+    packed = pack(model, artifact, out=tmp_path / "v.safetensors").path
+    assert gives(export_onnx(artifact, packed, out=tmp_path / "m.onnx"), model, x)
 
 
 @pytest.mark.slow
@@ -263,20 +234,10 @@ def test_weights_that_are_computed_have_to_be_packed(tmp_path: Path) -> None:
 
 
 def test_a_model_with_everything_has_one_graph_for_each_method(tmp_path: Path) -> None:
-    methods = {
-        "forward": MethodSpec("forward", (torch.randn(2, 1, 5, 5),)),
-        "encode": MethodSpec("encode", (torch.tensor([0, 3]),)),
-    }
+    calls = {"forward": (torch.randn(2, 1, 5, 5),), "encode": (torch.tensor([0, 3]),)}
+    methods = {name: MethodSpec(name, args) for name, args in calls.items()}
     artifact = export(Everything().eval(), methods=methods, out=tmp_path / "a", engines=["onnx"])
     assert sorted(path.name for path in (artifact.path / "engines/onnx").iterdir()) == ["encode.onnx", "forward.onnx"]
-
-
-class TwoWays(nn.Module):
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    def decode(self, x: torch.Tensor) -> torch.Tensor:
-        return x - 1
 
 
 def test_progress_names_the_method_and_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,35 +245,28 @@ def test_progress_names_the_method_and_its_number(tmp_path: Path, monkeypatch: p
         monkeypatch.setitem(compiling._MAKERS, engine, lambda artifact, method, device: (method + device, b""))
     monkeypatch.setattr(compiling, "try_engines", lambda *_: None)
     told: list[str] = []
+
+    class TwoWays(nn.Module):
+        encode = decode = lambda self, x: x + 1
+
     methods = {name: MethodSpec(name, (torch.ones(2),)) for name in ("encode", "decode")}
     artifact = export(TwoWays(), methods=methods, out=tmp_path / "a", on_step=told.append)
     assert told == ["capturing encode, decode"]
     told.clear()
     compile_engines(artifact, ["torch", "aoti", "onnx"], on_step=told.append)
-    assert told == [
-        "compiling encode for the engine aoti (1 of 4)",
-        "compiling decode for the engine aoti (2 of 4)",
-        "compiling encode for the engine onnx (3 of 4)",
-        "compiling decode for the engine onnx (4 of 4)",
-        "trying what was compiled",
-    ]
+    made = [f"{method} for the engine {engine}" for engine in ("aoti", "onnx") for method in methods]
+    compiled = [f"compiling {what} ({number} of 4)" for number, what in enumerate(made, 1)]
+    assert told == [*compiled, "trying what was compiled"]
 
 
 def test_an_export_shows_its_progress_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "try_engines", lambda *_: None)
-    (tmp_path / "recipe.py").write_text(RECIPE)
-    command = [f"{tmp_path}/recipe.py:build", "-o", str(tmp_path / "a"), "--engine", "onnx", "--engine", "torch"]
-    said = CliRunner().invoke(export_command, command, env={"FORCE_COLOR": "1", "COLUMNS": "100"})
-    assert "compiling forward for the engine onnx (1 of 1)" in said.stderr
-    assert "compiling" not in CliRunner().invoke(export_command, command).output
+    built = "import torch\n\ndef build():\n    return torch.nn.Linear(2, 2).eval(), (torch.ones(1, 2),)\n"
+    (tmp_path / "recipe.py").write_text(built)
+    command = ("export", f"{tmp_path}/recipe.py:build", "-o", tmp_path / "a", "--engine", "onnx", "--engine", "torch")
+    assert "compiling" not in said(*command)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "compiling forward for the engine onnx (1 of 1)" in run(*command, width=100).stderr
     told: list[str] = []
     export(nn.Linear(2, 2).eval(), (torch.ones(1, 2),), out=tmp_path / "b", on_step=told.append)
     assert told == ["capturing forward"]
-
-
-RECIPE = """
-import torch
-
-def build():
-    return torch.nn.Linear(2, 2).eval(), (torch.ones(1, 2),)
-"""

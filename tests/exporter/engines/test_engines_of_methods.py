@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests.support.decoding import Decoder, Files, specs
+from tests.support.program import document, said
 from weightswap_exporter import compile_engines, export
-from weightswap_exporter.commands.build import compile_command
 from weightswap_exporter.engines import compiling, engine_check
-from weightswap_exporter.engines.engine_check import differences
 from weightswap_exporter.parity import Run, compare, first_divergence
 from weightswap_runtime import Artifact, UnknownName, Unsupported
 from weightswap_runtime.engines.torch_calls import GraphCall
 from weightswap_tools.bench import running
 from weightswap_tools.bench.running import BenchRequest, EngineBench
 from weightswap_tools.commands.swap import swaps_report
-from weightswap_tools.inspect.command import inspect_command
 from weightswap_tools.reports.blocks import Facts
 
 
@@ -44,11 +40,8 @@ def test_a_method_has_the_engines_of_the_export_or_its_own(tmp_path: Path) -> No
     methods = specs(prefill=("torch",), decode=("torch", "aoti"))
     artifact = export(Decoder(), methods=methods, out=tmp_path / "a", engines=["onnx"], on_step=told.append)
     assert compiled(artifact) == ["aoti/decode.bin", "onnx/plain.bin"]
-    assert told[1:] == [
-        "compiling decode for the engine aoti (1 of 2)",
-        "compiling plain for the engine onnx (2 of 2)",
-        "trying what was compiled",
-    ]
+    compiled_ones = ["decode for the engine aoti (1 of 2)", "plain for the engine onnx (2 of 2)"]
+    assert told[1:] == [*(f"compiling {each}" for each in compiled_ones), "trying what was compiled"]
     more = compile_engines(artifact, ["onnx", "aoti"], methods=["prefill"])
     assert compiled(more) == ["aoti/decode.bin", "aoti/prefill.bin", "onnx/plain.bin", "onnx/prefill.bin"]
     assert more.graph_id == artifact.graph_id == export(Decoder(), methods=specs(), out=tmp_path / "b").graph_id
@@ -64,13 +57,14 @@ def test_unknown_engines_are_refused(engines: Any, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("empty_compilers")
 def test_methods_by_name(tmp_path: Path) -> None:
     artifact = export(Decoder(), methods=specs(), out=tmp_path / "a")
-    with pytest.raises(UnknownName, match="'encode' is not a method of this artifact, which has: prefill, decode, pl"):
+    says = "'encode' is not a method of this artifact, which has: prefill, decode, plain"
+    with pytest.raises(UnknownName, match=says):
         compile_engines(artifact, ["onnx"], methods=["decode", "encode"])
-    command = [str(artifact.path), "--engine", "onnx", "--method"]
-    assert CliRunner().invoke(compile_command, [*command, "decode"]).output == "added  engines/onnx/decode.bin, 0 B\n"
-    said = CliRunner().invoke(compile_command, [*command, "plain", "--method", "prefill", "--json"])
-    assert json.loads(said.output)["files"] == ["engines/onnx/plain.bin", "engines/onnx/prefill.bin"]
-    assert CliRunner().invoke(compile_command, [*command, "encode"]).exit_code == 1
+    command = ("compile", artifact.path, "--engine", "onnx", "--method")
+    assert said(*command, "decode") == "added  engines/onnx/decode.bin, 0 B\n"
+    made = document(*command, "plain", "--method", "prefill")["files"]
+    assert made == ["engines/onnx/plain.bin", "engines/onnx/prefill.bin"]
+    assert says in " ".join(said(*command, "encode", status=1).split())
 
 
 @pytest.fixture(scope="module")
@@ -80,21 +74,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.mark.slow
 def test_the_trial_calls_compiled_methods_alone(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(differences(files.artifact, "onnx")) == []
+    assert list(engine_check.differences(files.artifact, "onnx")) == []
     called: list[str] = []
-    monkeypatch.setattr(
-        "weightswap_exporter.engines.engine_check._one_call", lambda name, *_: called.append(name) or ()
-    )
-    list(differences(files.artifact, "onnx"))
+    monkeypatch.setattr(engine_check, "_one_call", lambda name, *_: called.append(name) or ())
+    list(engine_check.differences(files.artifact, "onnx"))
     assert set(called) == {"decode"}
 
 
 def test_inspect_shows_the_methods_of_each_engine(files: Files) -> None:
-    said = CliRunner().invoke(inspect_command, [str(files.artifact.path)]).output
-    assert "torch, onnx (decode only)" in said
-    document = json.loads(CliRunner().invoke(inspect_command, [str(files.artifact.path), "--json"]).output)
-    assert document["engines"] == ["torch", "onnx"]
-    assert document["engine_methods"] == {"torch": ["prefill", "decode", "plain"], "onnx": ["decode"]}
+    assert "torch, onnx (decode only)" in said("inspect", files.artifact.path)
+    told = document("inspect", files.artifact.path)
+    assert told["engines"] == ["torch", "onnx"]
+    assert told["engine_methods"] == {"torch": ["prefill", "decode", "plain"], "onnx": ["decode"]}
 
 
 def test_a_report_of_swaps_shows_the_engine_of_each_method(files: Files) -> None:

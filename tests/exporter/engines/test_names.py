@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tests.support.compiled import needs_compiler
-from weightswap_exporter import MethodSpec, export, pack
-from weightswap_runtime import load
+from tests.support.setups import loaded
+from weightswap_exporter import MethodSpec, export
 
 BUFFERS = ("class", "namespace", "buf0", "constants_", "tensor_0", "None")
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -55,14 +55,9 @@ def test_any_name_will_do(engine: str, tmp_path: Path) -> None:
     args, kwargs = ({"from": X},), {"lambda": X + 1, "a-b": X * 2}
     methods = {"forward": MethodSpec("forward", args, kwargs), "import": MethodSpec("import", (X,))}
     artifact = export(deepcopy(models[0]), methods=methods, out=tmp_path / "a.artifact", engines=[engine])
-    served = None
-    for index, model in enumerate(models):
-        weights = tmp_path / f"{index}.safetensors"
-        pack(model, artifact, out=weights)
-        if served is None:
-            served = load(artifact, weights, engine=engine)
-        else:
-            served.swap(weights)
+    served = loaded(artifact, tmp_path, models[1], engine=engine)
+    for model in models:
+        served.swap(model)
         with served.new_context() as context, torch.no_grad():
             for _ in range(2):
                 got = served(*numpy(engine, args), **numpy(engine, kwargs), context=context)
@@ -95,8 +90,7 @@ def test_names_that_are_given_to_values_are_free_for_weights_and_arguments(engin
     torch.manual_seed(0)
     model, inputs = Numbered().eval(), {"class": X + 1, "keyword_0": X * 2}
     artifact = export(deepcopy(model), (X,), inputs, out=tmp_path / "a.artifact", engines=[engine])
-    served = load(artifact, pack(model, artifact, out=tmp_path / "v.safetensors").path, engine=engine)
-    given: Any = (X, inputs) if engine == "torch" else pytree.tree_map(lambda tensor: tensor.numpy(), (X, inputs))
+    x, given = numpy(engine, (X, inputs))
     with torch.no_grad():
-        found = torch.as_tensor(served(given[0], **given[1]))
+        found = torch.as_tensor(loaded(artifact, tmp_path, model, engine=engine)(x, **given))
         assert torch.allclose(found, model(X, **inputs), atol=1e-6)

@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations
 
+from tests.support.checkpoints import saved_safetensors
 from tests.support.composed import Rows, Sum, summed
-from tests.support.models import Everything
-from weightswap_exporter import export, pack, skeleton
-from weightswap_exporter.modules.tensors import is_fake
-from weightswap_runtime import CaptureError, CheckpointError, load
+from tests.support.models import Does
+from tests.support.setups import loaded
+from weightswap_exporter import export, skeleton
+from weightswap_runtime import CaptureError, load
+
+
+def is_hollow(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
 
 
 class Zoo(nn.Module):
@@ -52,8 +57,8 @@ def test_the_export_is_that_of_the_real_model(convert: Any, tmp_path: Path) -> N
     with skeleton():
         hollow = convert(Zoo()).eval()
     real = convert(Zoo()).eval()
-    assert all(is_fake(parameter) for parameter in hollow.parameters())
-    assert not any(is_fake(buffer) for buffer in hollow.buffers())
+    assert all(is_hollow(parameter) for parameter in hollow.parameters())
+    assert not any(is_hollow(buffer) for buffer in hollow.buffers())
     assert hollow.one is hollow.two
     x = torch.zeros(2, 5, 16, dtype=next(real.parameters()).dtype)
     one = export(hollow, (x,), out=tmp_path / "one.artifact")
@@ -100,7 +105,7 @@ def assigned() -> nn.Module:
     return model
 
 
-def loaded() -> nn.Module:
+def filled_by_a_checkpoint() -> nn.Module:
     model = nn.Linear(8, 8)
     model.load_state_dict({"weight": torch.ones(8, 8), "bias": torch.zeros(8)})
     return model
@@ -126,7 +131,7 @@ BUILDS = {
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(8, 8)),
     "values that are set": filled,
     "parameters that are assigned": assigned,
-    "a checkpoint that is loaded": loaded,
+    "a checkpoint that is loaded": filled_by_a_checkpoint,
     "initialisers": initialised,
     "a copy": lambda: nn.Sequential(layer := nn.Linear(8, 8), copy.deepcopy(layer)),
     "a parameter that is a view": lambda: nn.ParameterList([nn.Parameter(torch.zeros(64).view(8, 8))]),
@@ -135,25 +140,17 @@ BUILDS = {
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 def test_what_constructors_do_to_parameters_works(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    def act(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ model.inner[0] if isinstance(model.inner, nn.ParameterList) else model.inner(x)
+
     artifacts = []
     for name, context in (("hollow", skeleton), ("real", nullcontext)):
         with context():
-            model = Holds(build()).eval()
-        assert all(is_fake(parameter) is (name == "hollow") for parameter in model.parameters())
+            model = Does(act, inner=build()).eval()
+        assert all(is_hollow(parameter) is (name == "hollow") for parameter in model.parameters())
         x = torch.zeros(2, 8, dtype=next(model.parameters()).dtype)
         artifacts.append(export(model, (x,), out=tmp_path / f"{name}.artifact"))
     assert artifacts[0].manifest == artifacts[1].manifest
-
-
-class Holds(nn.Module):
-    """Calls what it holds, or multiplies with it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.inner[0] if isinstance(self.inner, nn.ParameterList) else self.inner(x)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
@@ -165,10 +162,8 @@ def test_the_old_norms_work(normed: Callable[[nn.Module], nn.Module], tmp_path: 
     x = torch.ones(2, 8, dtype=torch.float64)
     one = export(hollow, (x,), out=tmp_path / "one.artifact")
     assert one.manifest == export(real, (x,), out=tmp_path / "two.artifact").manifest
-    path = tmp_path / "c.safetensors"
-    safetensors.torch.save_file(real.state_dict(), path)
     with torch.no_grad():
-        assert torch.equal(load(one, path)(x), real(x))
+        assert torch.equal(load(one, saved_safetensors(tmp_path / "c.safetensors", real.state_dict()))(x), real(x))
 
 
 WANT_VALUES: dict[str, Callable[[], object]] = {
@@ -205,47 +200,22 @@ def test_only_this_block_and_this_thread_are_touched() -> None:
         other.join()
         with pytest.raises(CaptureError, match="one at a time"), skeleton():
             pass
-    assert not is_fake(built[0].weight)
+    assert not is_hollow(built[0].weight)
     assert nn.Module.register_parameter is register
     assert nn.init.kaiming_uniform_ is kaiming
-    assert not is_fake(nn.Linear(2, 2).weight)
+    assert not is_hollow(nn.Linear(2, 2).weight)
 
 
-def test_a_skeleton_cannot_be_packed(tmp_path: Path) -> None:
-    with skeleton():
-        model = Everything().eval()
-    artifact = export(model, (torch.zeros(2, 1, 5, 5),), out=tmp_path / "a.artifact")
-    with pytest.raises(CheckpointError, match="has no values"):
-        pack(model, artifact, out=tmp_path / "v.safetensors")
+def held(model: Any, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = model.held()
+    return model.norm(x @ weight + bias)
 
 
-def test_constants_computed_from_parameters_are_named(tmp_path: Path) -> None:
-    class Derived(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-            self.register_buffer("norm", self.weight.detach() * 2, persistent=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.norm
-
-    with skeleton():
-        model = Derived().eval()
-    with pytest.raises(CaptureError, match="norm: constants and state go into the artifact"):
-        export(model, (torch.zeros(3),), out=tmp_path / "a.artifact")
-
-
-class Held(nn.Module):
-    """Calls read its parameters from `self.held()`, not from its attributes."""
-
-    def __init__(self, hold: Callable[[Held], Callable[[], Any]]) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.held = hold(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.held()
-        return self.norm(x @ weight + bias)
+def holding(hold: Callable[[Any], Callable[[], Any]]) -> nn.Module:
+    """Return a module whose calls read its parameters from `self.held()`, not from its attributes."""
+    model = Does(held, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
+    model.held = hold(model)
+    return model.eval()
 
 
 @dataclasses.dataclass
@@ -254,33 +224,33 @@ class Pair:
     bias: torch.Tensor
 
 
-def in_a_list(model: Held) -> Callable[[], Any]:
+def in_a_list(model: Any) -> Callable[[], Any]:
     model.list = [model.layer.weight, model.layer.bias]
     return lambda: model.list
 
 
-def in_a_dict(model: Held) -> Callable[[], Any]:
+def in_a_dict(model: Any) -> Callable[[], Any]:
     model.dict = {"deep": [(model.layer.weight, model.layer.bias)]}
     return lambda: model.dict["deep"][0]
 
 
-def in_a_dataclass(model: Held) -> Callable[[], Any]:
+def in_a_dataclass(model: Any) -> Callable[[], Any]:
     model.pair = Pair(model.layer.weight, model.layer.bias)
     return lambda: (model.pair.weight, model.pair.bias)
 
 
-def in_a_closure(model: Held) -> Callable[[], Any]:
+def in_a_closure(model: Any) -> Callable[[], Any]:
     weight, bias = model.layer.weight, model.layer.bias
     return lambda: (weight, bias)
 
 
-def registered_later(model: Held) -> Callable[[], Any]:
+def registered_later(model: Any) -> Callable[[], Any]:
     model.list = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))]
     model.layer.weight, model.layer.bias = model.list
     return lambda: model.list
 
 
-def registered_later_in_a_closure(model: Held) -> Callable[[], Any]:
+def registered_later_in_a_closure(model: Any) -> Callable[[], Any]:
     weight, bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
     model.layer.weight, model.layer.bias = weight, bias
     return lambda: (weight, bias)
@@ -294,16 +264,15 @@ def test_parameters_that_containers_hold_are_weights(hold: Any, tmp_path: Path) 
     torch.manual_seed(0)
     x = torch.randn(3, 4)
     with skeleton():
-        hollow = Held(hold).eval()
-    real = Held(hold).eval()
+        hollow = holding(hold)
+    real = holding(hold)
     one = export(hollow, (x,), out=tmp_path / "one.artifact")
     assert one.manifest == export(real, (x,), out=tmp_path / "two.artifact").manifest
-    served = load(one, pack(real, one, out=tmp_path / "real.safetensors").path)
-    other = Held(hold).eval()
+    model, other = loaded(one, tmp_path, real), holding(hold)
     with torch.no_grad():
-        assert torch.equal(served(x), real(x))
-        served.swap(pack(other, one, out=tmp_path / "other.safetensors").path)
-        assert torch.equal(served(x), other(x))
+        assert torch.equal(model(x), real(x))
+        model.swap(other)
+        assert torch.equal(model(x), other(x))
 
 
 class Listed(nn.Module):
@@ -333,36 +302,23 @@ def registered_again(model: nn.Module) -> None:
     model.p0 = nn.Parameter(model.p0.data)
 
 
-class Reading(nn.Module):
-    """Reads parameters from a list that `fill` makes."""
-
-    def __init__(self, fill: Callable[[nn.Module], object]) -> None:
-        super().__init__()
-        fill(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.list[0] + self.list[1]  # type: ignore[index]
-
-
-class Owner(nn.Module):
-    """Registers the parameters that another module has in a list."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.p0, self.p1 = parameters
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+def reading(fill: Callable[[Any], object]) -> nn.Module:
+    """Return a module that reads parameters from a list that `fill` makes."""
+    model = Does(lambda m, x: x * m.list[0] + m.list[1])
+    fill(model)
+    return model
 
 
 def copied_with_its_owner() -> nn.Module:
+    """Return a copy of a module that has the parameters in a list, and of another that registers them."""
     parameters = [nn.Parameter(torch.randn(4)) for _ in range(2)]
-    return copy.deepcopy(nn.Sequential(Reading(lambda model: setattr(model, "list", parameters)), Owner(parameters)))
+    owner = Does(lambda m, x: x, p0=parameters[0], p1=parameters[1])
+    return copy.deepcopy(nn.Sequential(reading(lambda model: setattr(model, "list", parameters)), owner))
 
 
 BUILDS: dict[str, Callable[[], nn.Module]] = {
-    "other data": lambda: Reading(with_other_data),
-    "registered again": lambda: Reading(registered_again),
+    "other data": lambda: reading(with_other_data),
+    "registered again": lambda: reading(registered_again),
     "a copy": copied_with_its_owner,
 }
 
@@ -376,9 +332,8 @@ def test_no_parameter_of_a_list_becomes_a_constant(build: Callable[[], nn.Module
     artifact = export(hollow, (x,), out=tmp_path / "a.artifact")
     assert not artifact.manifest.constants
     real = build().eval()
-    served = load(artifact, pack(real, artifact, out=tmp_path / "v.safetensors").path)
     with torch.no_grad():
-        assert torch.equal(served(x), real(x))
+        assert torch.equal(loaded(artifact, tmp_path, real)(x), real(x))
 
 
 def test_the_list_of_a_copy_holds_the_copy_s_parameters(tmp_path: Path) -> None:
@@ -402,7 +357,7 @@ def test_what_is_no_longer_the_parameter_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_container_has_computed_from_parameters_is_named(tmp_path: Path) -> None:
     with skeleton():
-        model = Held(lambda model: lambda doubled=model.layer.weight * 2: (doubled, model.layer.bias)).eval()
+        model = holding(lambda model: lambda doubled=model.layer.weight * 2: (doubled, model.layer.bias))
     with pytest.raises(CaptureError, match="lifted_tensor_0: constants and state go into the artifact"):
         export(model, (torch.zeros(3, 4),), out=tmp_path / "a.artifact")
 
@@ -411,14 +366,12 @@ def test_a_skeleton_does_not_take_quantisation_away(tmp_path: Path) -> None:
     with skeleton():
         hollow = nn.Sequential(summed(nn.Linear(3, 3))).eval()
     assert isinstance(hollow[0].weight, Sum)
-    assert is_fake(hollow[0].weight.one)
+    assert is_hollow(hollow[0].weight.one)
     artifact = export(hollow, (torch.ones(1, 3),), out=tmp_path / "a")
     assert [row.name for row in artifact.manifest.weights] == ["0.weight.one", "0.weight.two", "0.bias"]
 
 
 def test_a_skeleton_holds_no_shards() -> None:
-    with (
-        pytest.raises(CaptureError, match=r"Linear.weight: is a Rows, which a skeleton cannot hold. Export the whole"),
-        skeleton(),
-    ):
+    says = r"Linear.weight: is a Rows, which a skeleton cannot hold. Export the whole"
+    with pytest.raises(CaptureError, match=says), skeleton():
         nn.Linear(3, 3).weight = nn.Parameter(torch.zeros(3, 3).as_subclass(Rows))

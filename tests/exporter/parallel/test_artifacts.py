@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,18 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import ROOT
+from tests.support.goldens import goldens_at, goldens_of
+from tests.support.models import Does
 from tests.support.split import PACKED_PLAN, Packed, llama, sample
 from weightswap_exporter import Parallel, compile_engines, export, pack, publish, skeleton
 from weightswap_exporter.modules.tensors import named_tensors
 from weightswap_exporter.parity import compare, verify
-from weightswap_runtime import Artifact, Unsupported, load
+from weightswap_runtime import Artifact, Unsupported, WeightFile, load
 from weightswap_runtime.engines.choosing import choose_engine, open_engine
 from weightswap_runtime.engines.engine import EngineOptions
 from weightswap_runtime.engines.graph_archive import read_argument, read_program
-from weightswap_runtime.format.goldens import GOLDENS_NAME, artifact_goldens, record_beside
 from weightswap_runtime.format.manifest import RANKS_VERSION, Cut
-from weightswap_runtime.format.weight_set import open_weights
-from weightswap_tools.diff.artifacts import compare_artifacts
-from weightswap_tools.inspect.subject import ArtifactSubject, artifact_facts, cut_of
+from weightswap_tools.diff import compare_artifacts
 
 SPLIT = Parallel(2, PACKED_PLAN)
 
@@ -43,6 +43,12 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Artifact]:
     return {size: exported(model, folder / f"{size}.artifact", given) for size, given in parallel.items()}
 
 
+def cuts_of(artifact: Artifact) -> Mapping[str, Cut]:
+    ranks = artifact.manifest.ranks
+    assert ranks
+    return ranks.cuts
+
+
 def test_the_tables_are_those_of_the_whole_model(packed: dict[int, Artifact]) -> None:
     alone, *split = (artifact.manifest for artifact in packed.values())
     for manifest in split:
@@ -54,8 +60,7 @@ def test_the_tables_are_those_of_the_whole_model(packed: dict[int, Artifact]) ->
         assert {name: method.signature for name, method in manifest.methods.items()} == {
             name: method.signature for name, method in alone.methods.items()
         }
-    assert split[0].ranks
-    assert split[0].ranks.cuts == {
+    assert cuts_of(packed[2]) == {
         **{f"layers.{layer}.up.{leaf}": Cut(dim=0, groups=2) for layer in range(2) for leaf in ("weight", "bias")},
         **{f"layers.{layer}.down.weight": Cut(dim=1) for layer in range(2)},
         **{f"head.{leaf}": Cut(dim=0) for leaf in ("weight", "bias")},
@@ -72,12 +77,6 @@ def test_one_weight_file_is_for_any_number_of_ranks(packed: dict[int, Artifact],
         assert again.weights_id == files[0].weights_id
 
 
-def texts(artifact: Artifact) -> set[str]:
-    graph = read_program(artifact.read("graphs/forward.pt2")).graph_module.graph
-    arguments = [item.arg for node in graph.nodes if "_c10d_" in node.target for item in node.inputs]
-    return {value for kind, value in map(read_argument, arguments) if kind == "as_string"}
-
-
 @pytest.fixture
 def _own_groups(tmp_path: Path) -> Iterator[None]:
     """What an application has: a default group, and one more."""
@@ -92,7 +91,9 @@ def _own_groups(tmp_path: Path) -> Iterator[None]:
 def test_groups_of_the_exporting_process_are_none_of_the_graphs(packed: dict[int, Artifact], tmp_path: Path) -> None:
     again = exported(Packed(), tmp_path / "again.artifact", SPLIT)
     assert again.graph_id == packed[2].graph_id
-    assert texts(again) == {"sum", "ranks"}
+    graph = read_program(again.read("graphs/forward.pt2")).graph_module.graph
+    arguments = [item.arg for node in graph.nodes if "_c10d_" in node.target for item in node.inputs]
+    assert {value for kind, value in map(read_argument, arguments) if kind == "as_string"} == {"sum", "ranks"}
 
 
 def test_another_process_writes_the_same_bytes(packed: dict[int, Artifact], tmp_path: Path) -> None:
@@ -112,10 +113,7 @@ def test_another_process_writes_the_same_bytes(packed: dict[int, Artifact], tmp_
 
 @pytest.mark.parametrize("hollow", [False, True])
 def test_the_model_stays_as_it_was(hollow: bool, packed: dict[int, Artifact], tmp_path: Path) -> None:
-    if hollow:
-        with skeleton():
-            model = Packed().eval()
-    else:
+    with skeleton() if hollow else nullcontext():
         model = Packed().eval()
     before = dict(named_tensors(model)), [dict(vars(module)) for module in model.modules()]
     assert exported(model, tmp_path / "a.artifact", SPLIT).graph_id == packed[2].graph_id
@@ -130,48 +128,34 @@ def test_a_transformers_model_has_its_own_plan(tmp_path: Path) -> None:
     with skeleton():
         hollow = llama(num_hidden_layers=1, num_key_value_heads=2)
     alone = exported(model, tmp_path / "1.artifact", None)
-    split = exported(model, tmp_path / "4.artifact", Parallel(4)).manifest
+    split = exported(model, tmp_path / "4.artifact", Parallel(4))
     assert exported(hollow, tmp_path / "hollow.artifact", Parallel(4)).graph_id == split.graph_id
-    assert split.ranks
-    assert split.ranks.whole == alone.graph_id
+    assert split.manifest.packed_for == alone.graph_id
     layer = "model.layers.0"
     keys = {f"{layer}.self_attn.{name}_proj.weight": Cut(dim=0, repeat=2) for name in "kv"}
     columns = ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")
     rows = {f"{layer}.{name}.weight": Cut(dim=1) for name in ("self_attn.o_proj", "mlp.down_proj")}
     expected = {f"{layer}.{name}.weight": Cut(dim=0) for name in columns} | {"lm_head.weight": Cut(dim=0)}
-    assert (
-        split.ranks.cuts == expected | keys | rows
-    )  # and no cut of the embedding, which the plan splits by vocabulary
-
-
-class Around(nn.Module):
-    """Module around a transformers model, as many are that return logits alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = llama(num_hidden_layers=1)
-
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        return self.inner(input_ids=input_ids, use_cache=False).logits
+    assert cuts_of(split) == expected | keys | rows  # and none of the embedding, which the plan splits by vocabulary
 
 
 def test_a_model_in_a_module_keeps_its_plan(tmp_path: Path) -> None:
+    """As many are that return logits alone."""
     with skeleton():
-        model = Around()
-    ranks = exported(model, tmp_path / "a.artifact", Parallel(2)).manifest.ranks
-    assert ranks
-    assert ranks.cuts["inner.lm_head.weight"] == Cut(dim=0)
-    assert len(ranks.cuts) == 8
+        inner = llama(num_hidden_layers=1)
+        model = Does(lambda m, ids: m.inner(input_ids=ids, use_cache=False).logits, inner=inner)
+    given: dict[str, Any] = {"args": (torch.zeros(2, 5, dtype=torch.long),), "kwargs": None, "dynamic_shapes": None}
+    cuts = cuts_of(exported(model, tmp_path / "a.artifact", Parallel(2), **given))
+    assert cuts["inner.lm_head.weight"] == Cut(dim=0)
+    assert len(cuts) == 8
 
 
 def test_tied_embeddings_stay_whole(tmp_path: Path) -> None:
-    manifest = exported(
-        llama(num_hidden_layers=1, tie_word_embeddings=True), tmp_path / "a.artifact", Parallel(2)
-    ).manifest
-    assert manifest.ranks
-    (embedding,) = (row for row in manifest.weights if row.aliases)
+    model = llama(num_hidden_layers=1, tie_word_embeddings=True)
+    artifact = exported(model, tmp_path / "a.artifact", Parallel(2))
+    (embedding,) = (row for row in artifact.manifest.weights if row.aliases)
     assert embedding.names == ("model.embed_tokens.weight", "lm_head.weight")
-    assert not {*embedding.names} & manifest.ranks.cuts.keys()
+    assert not {*embedding.names} & cuts_of(artifact).keys()
 
 
 @pytest.mark.parametrize(
@@ -187,20 +171,10 @@ def test_goldens_of_the_whole_model_have_a_tolerance(
     dtype: torch.dtype, given: Any, expected: tuple[float, float], tmp_path: Path
 ) -> None:
     """Ranks add in another order than the model, and so in other last bits."""
-    model = Packed().to(dtype)
-    artifact = export(
-        model.eval(),
-        (torch.zeros(2, 8, dtype=dtype),),
-        out=tmp_path / "a.artifact",
-        parallel=SPLIT,
-        goldens=[(torch.rand(2, 8).to(dtype),)],
-        tolerance=given,
-    )
-    assert GOLDENS_NAME in artifact.manifest.files
-    goldens = artifact_goldens(artifact)
-    assert goldens
-    assert goldens.record.tolerance == expected
-    assert goldens.record.graph_id == artifact.manifest.packed_for
+    model, call = Packed().to(dtype), (torch.rand(2, 8).to(dtype),)
+    artifact = exported(model, tmp_path / "a.artifact", SPLIT, args=call, goldens=[call], tolerance=given)
+    record = goldens_of(artifact).record
+    assert (record.tolerance, record.graph_id) == (expected, artifact.manifest.packed_for)
 
 
 def test_packed_and_published_goldens_have_it_too(packed: dict[int, Artifact], tmp_path: Path) -> None:
@@ -208,11 +182,10 @@ def test_packed_and_published_goldens_have_it_too(packed: dict[int, Artifact], t
     file = pack(model, packed[2].path, out=tmp_path / "w.safetensors", goldens=calls)
     published = publish(model, tmp_path / "place", packed[2].path, step=1, goldens=calls).wait()
     for path in (file.path, published.path):
-        with open_weights(path) as weights:
+        with WeightFile(path) as weights:
             assert weights.stamp
             assert weights.stamp.graph_id == packed[1].graph_id
-            record = record_beside(weights.location)
-        assert record
+        record = goldens_at(path, packed[2]).record
         assert (record.graph_id, record.tolerance) == (packed[1].graph_id, (1e-4, 1e-5))
 
 
@@ -235,13 +208,7 @@ def test_what_runs_in_one_process_says_what_to_do(packed: dict[int, Artifact], t
     assert choose_engine("auto", artifact) == "torch"
 
 
-def test_inspect_and_diff_show_the_cuts(packed: dict[int, Artifact]) -> None:
-    facts = dict(artifact_facts(ArtifactSubject(packed[2], None)))
-    assert facts["ranks"].startswith("2, each with ")
-    assert f"8 of {len(packed[2].manifest.weights)} are cut" in facts["ranks"]
-    shown = {row.name: cut_of(row, packed[4].manifest) for row in packed[4].manifest.weights}
-    assert shown["layers.0.up.weight"] == "dimension 0 in 4, in each of 2 parts"
-    assert shown["layers.0.down.bias"] == ""
+def test_diff_shows_the_cuts(packed: dict[int, Artifact]) -> None:
     diff = compare_artifacts(packed[1].path, packed[2].path)
     assert (diff.same_graph, diff.same_files, diff.level) == (False, True, "notice")
     assert {(row.weight, row.before, row.after) for row in diff.ranks} >= {

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.exporter.parity.models import IDS, SHAPES, tied
+from tests.support.models import Does
 from weightswap_exporter import compile_engines, export, pack
 from weightswap_exporter.parity import ParityReport, Run, compare, first_divergence
 from weightswap_runtime import Artifact
@@ -24,7 +25,10 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return export(tied(), (IDS,), out=tmp_path_factory.mktemp("parity") / "a", dynamic_shapes=SHAPES, engines=["onnx"])
 
 
-def packed(artifact: Artifact, folder: Path, fault: Callable[[State], object] = lambda state: None) -> Path:
+Fault = Callable[[State], object]
+
+
+def packed(artifact: Artifact, folder: Path, fault: Fault = lambda state: None) -> Path:
     state = {name: value.clone() for name, value in tied().state_dict().items()}
     fault(state)
     return pack(state, artifact, out=folder / "faulty.safetensors").path
@@ -39,41 +43,37 @@ def only_divergence(report: ParityReport) -> Any:
 
 
 def swap_ties(state: State) -> None:
-    for one, other in (("left.weight", "right.weight"), ("left_head.weight", "right_head.weight")):
+    for kind in ("", "_head"):
+        one, other = f"left{kind}.weight", f"right{kind}.weight"
         state[one], state[other] = state[other], state[one]
 
 
-def transpose(state: State) -> None:
-    state["blocks.1.square.weight"] = state["blocks.1.square.weight"].t().contiguous()
+def changing(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
+    return lambda state: state.update({name: change(state[name])})
 
 
-def round_trip(state: State) -> None:
-    state["blocks.2.out.weight"] = state["blocks.2.out.weight"].bfloat16().float()
-
-
-def last_bit(state: State) -> None:
-    scale = state["blocks.0.norm.weight"]
-    state["blocks.0.norm.weight"] = torch.nextafter(scale, scale + 1)
+SQUARE, OUT, NORM = "blocks.1.square", "blocks.2.out", "blocks.0.norm"
+transpose = changing(f"{SQUARE}.weight", lambda weight: weight.t().contiguous())
+round_trip = changing(f"{OUT}.weight", lambda weight: weight.bfloat16().float())
+last_bit = changing(f"{NORM}.weight", lambda weight: torch.nextafter(weight, weight + 1))
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("fault", "module", "operator", "weight"),
+    ("fault", "module", "operator"),
     [
-        (swap_ties, "left", "aten.embedding.default", "left.weight"),
-        (transpose, "blocks.1.square", "aten.linear.default", "blocks.1.square.weight"),
-        (round_trip, "blocks.2.out", "aten.linear.default", "blocks.2.out.weight"),
+        (swap_ties, "left", "aten.embedding.default"),
+        (transpose, SQUARE, "aten.linear.default"),
+        (round_trip, OUT, "aten.linear.default"),
     ],
 )
-def test_wrong_weights(
-    fault: Callable[[State], object], module: str, operator: str, weight: str, artifact: Artifact, tmp_path: Path
-) -> None:
+def test_wrong_weights(fault: Fault, module: str, operator: str, artifact: Artifact, tmp_path: Path) -> None:
     weights = packed(artifact, tmp_path, fault)
     report = compare(tied(), artifact, weights)
     found = only_divergence(report)
     assert (found.module, found.operator) == (module, operator)
-    assert weight in found.weights
-    assert weight in report.other_values
+    assert f"{module}.weight" in found.weights
+    assert f"{module}.weight" in report.other_values
     assert f"first divergence: {module} (" in report.text
     clean = Run(pack(tied(), artifact, out=tmp_path / "clean.safetensors").path)
     between = first_divergence(artifact, clean, Run(weights))
@@ -107,22 +107,11 @@ def test_a_wrong_literal_in_the_graph(tmp_path: Path) -> None:
     assert found.within == ("",)
 
 
-class Rounds(nn.Module):
-    """A layer whose output is rounded to bfloat16 if asked."""
-
-    def __init__(self, layer: nn.Module, *, rounds: bool) -> None:
-        super().__init__()
-        self.layer = layer
-        self.rounds = rounds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x)
-        return y.bfloat16().float() if self.rounds else y
-
-
 def stack(wrong: set[int]) -> nn.Module:
+    """Return layers, of which some round their outputs to bfloat16."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Rounds(nn.Linear(6, 6), rounds=place in wrong) for place in range(4))).eval()
+    acts = [lambda m, x: m.layer(x), lambda m, x: m.layer(x).bfloat16().float()]
+    return nn.Sequential(*(Does(acts[place in wrong], layer=nn.Linear(6, 6)) for place in range(4))).eval()
 
 
 def chain(activations: list[type[nn.Module]]) -> nn.Module:
@@ -171,22 +160,11 @@ def test_operators_of_one_side_are_not_blamed_for_a_wrong_weight(tmp_path: Path)
     assert (found.module, found.weights, found.alone) == ("1", ("1.weight", "1.bias"), ())
 
 
-class Twice(nn.Module):
-    """One layer under two names, called under both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(6, 6)
-        self.other = self.one
-        self.head = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.other(self.one(x)).relu())
-
-
 def test_a_layer_that_is_called_twice(tmp_path: Path) -> None:
+    """Under two names."""
     torch.manual_seed(0)
-    model = Twice().eval()
+    one, head = nn.Linear(6, 6), nn.Linear(6, 6)
+    model = Does(lambda m, x: m.head(m.other(m.one(x)).relu()), one=one, other=one, head=head).eval()
     artifact = export(model, (torch.randn(2, 6),), out=tmp_path / "a")
     weights = pack(model, artifact, out=tmp_path / "v.safetensors").path
     with torch.no_grad():
@@ -194,20 +172,11 @@ def test_a_layer_that_is_called_twice(tmp_path: Path) -> None:
     assert only_divergence(compare(model, artifact, weights)).module == "head"
 
 
-class Part(nn.Module):
-    """Some rows of a layer's output, which is a view."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.first = nn.Linear(6, 6), first
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)[self.first : self.first + 2]
-
-
 def test_a_fault_in_a_view_shows_in_the_outputs(tmp_path: Path) -> None:
-    found = only_divergence(compare(Part(0), export(Part(1), (torch.randn(4, 6),), out=tmp_path / "a")))
+    """Some rows of a layer's output."""
+    layer = nn.Linear(6, 6)
+    parts = [Does(lambda m, x, first=first: m.layer(x)[first : first + 2], layer=layer) for first in (0, 1)]
+    found = only_divergence(compare(parts[0], export(parts[1], (torch.randn(4, 6),), out=tmp_path / "a")))
     assert (found.kind, found.agreed) == ("its outputs", 1)
 
 
@@ -227,8 +196,7 @@ def fast_gelu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast_gelu")
 def test_an_engine_with_fast_math(artifact: Artifact) -> None:
-    report = compare(tied(), artifact)
-    torch_, onnx = report.engines
+    torch_, onnx = compare(tied(), artifact).engines
     assert onnx.same, onnx
     assert torch_.divergence is not None
     assert (torch_.divergence.module, torch_.divergence.operator) == ("blocks.0", "aten.gelu.default")

@@ -88,9 +88,8 @@ def test_the_worst_element_is_named() -> None:
     found = measure(content([[1.0, 2.0], [3.0, 4.0]]), content([[1.0, 2.5], [3.0, 4.25]]), (0.0, 0.3))
     assert found.worst == Worst((0, 1), 2.0, 2.5)
     assert found.mismatches == 1
-    assert found.text.startswith(
-        "[0, 1]: expected 2.0, found 2.5; 1 of 4 elements differ, by at most 0.5 (0.25 relative"
-    )
+    says = "[0, 1]: expected 2.0, found 2.5; 1 of 4 elements differ, by at most 0.5 (0.25 relative"
+    assert found.text.startswith(says)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +97,7 @@ def test_the_worst_element_is_named() -> None:
     [
         (content([1.0]), content([1.0, 2.0]), "expected F32[1], found F32[2]"),
         (content([1.0]), content([1.0], "F16"), "expected F32[1], found F16[1]"),
-        (
-            content(3, "I64"),
-            content(4, "I64"),
-            "expected 3, found 4; 1 of 1 elements differ, by at most 1 (0.333 relative)",
-        ),
+        (content(3, "I64"), content(4, "I64"), "expected 3, found 4; 1 of 1 elements differ, by at most 1 (0.333 rel"),
         (content(1j, "C64"), content(2j, "C64"), "expected 1j, found 2j; 1 of 1 elements differ"),
         (content(True, "BOOL"), content(False, "BOOL"), "expected True, found False"),
     ],
@@ -115,13 +110,12 @@ def test_differences_in_words(one: TensorBytes, other: TensorBytes, says: str) -
 
 def test_numbers_whose_squares_overflow() -> None:
     found = measure(
-        *(tensor_content(torch.tensor([1e300, sign * 1e300], dtype=torch.float64)) for sign in (-1, 1)), None
+        *(content(torch.tensor([1e300, sign * 1e300], dtype=torch.float64), "F64") for sign in (-1, 1)), None
     )
     assert found.cosine == pytest.approx(0)
     assert found.max_abs == 2e300
 
 
 def test_tensors_without_elements() -> None:
-    assert measure(content(torch.empty(0, 3)), content(torch.empty(0, 3)), None) == Measure(
-        expected="F32[0, 3]", found="F32[0, 3]", max_ulp=0
-    )
+    nothing = content(torch.empty(0, 3))
+    assert measure(nothing, nothing, None) == Measure(expected="F32[0, 3]", found="F32[0, 3]", max_ulp=0)

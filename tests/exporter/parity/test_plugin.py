@@ -77,18 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *options: str) -> tuple[dict[str, str], str]:
     """The outcome of each test, and everything that was printed."""
-    command = [
-        warm.python(),
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:hypothesispytest",
-        "-rA",
-        "--color=no",
-        *options,
-    ]
+    command = [warm.python(), "-m", "pytest", *QUIET, "-rA", "--color=no", *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr
     lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]

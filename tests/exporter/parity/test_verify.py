@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from safetensors.torch import save_model
 
 from tests.exporter.parity.models import IDS, SHAPES, tied
+from tests.support.program import said
 from weightswap_exporter import export, pack
-from weightswap_exporter.commands.verify import verify_command
 from weightswap_exporter.goldens import GoldenCall, GoldensRequest, record
 from weightswap_exporter.modules.tensors import ModelView
-from weightswap_exporter.parity import verification
-from weightswap_exporter.parity.verification import verify
+from weightswap_exporter.parity import verification, verify
 from weightswap_runtime import (
     Artifact,
     BaseMismatch,
@@ -52,6 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pack(tied(1), artifact, out=path / "v2.safetensors")
     torch.save(tied().state_dict(), path / "checkpoint.pt")
     (path / "recipes.py").write_text(RECIPE)
+    linear = torch.nn.Linear(2, 2)
+    pack(linear, export(linear, (torch.ones(1, 2),), out=path / "b"), out=path / "other.safetensors")
     return path
 
 
@@ -62,8 +64,8 @@ def recipe() -> dict[str, Any]:
 
 @pytest.mark.parametrize("weights", ["v1.safetensors", "checkpoint.pt"])
 def test_everything_is_verified(weights: str, folder: Path) -> None:
-    said: list[str] = []
-    found = verify(folder / "a", folder / weights, recipe(), on_step=said.append)
+    told: list[str] = []
+    found = verify(folder / "a", folder / weights, recipe(), on_step=told.append)
     assert found.same, found.problems
     recorded = "goldens" if weights == "v1.safetensors" else "none"
     assert [(check.engine, check.verified) for check in found.goldens] == [("torch", recorded), ("onnx", recorded)]
@@ -79,7 +81,7 @@ def test_everything_is_verified(weights: str, folder: Path) -> None:
     assert {check.engine: check.calls for check in found.swaps} == dict.fromkeys(("torch", "onnx"), len(cases) - empty)
     assert all(check.bytes_read > 0 for check in found.swaps)
     assert found.before == "random weights"
-    assert "a swap on onnx, single residency" in said
+    assert "a swap on onnx, single residency" in told
 
 
 def test_without_a_recipe_engines_are_compared_with_torch(folder: Path) -> None:
@@ -95,10 +97,7 @@ def test_checks_that_were_not_made_are_reported(folder: Path, monkeypatch: pytes
     found = verify(folder / "a", folder / "v1.safetensors", engines=["torch"])
     assert found.same
     assert found.swaps == ()
-    assert [note.partition(":")[0] for note in found.notes] == [
-        "the engines were not compared",
-        "no swap was tried",
-    ]
+    assert [note.partition(":")[0] for note in found.notes] == ["the engines were not compared", "no swap was tried"]
 
 
 def test_weights_that_do_not_reproduce_their_goldens(folder: Path, tmp_path: Path) -> None:
@@ -161,20 +160,19 @@ def test_a_graph_that_is_not_the_models(folder: Path) -> None:
     assert found.problems[0].startswith("parity, torch: forward, case 0, left: [")
 
 
-def command(folder: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(verify_command, [str(folder / arguments[0]), *arguments[1:]])
+def command(folder: Path, *arguments: object, status: int = 0) -> str:
+    return said("verify", folder / str(arguments[0]), *arguments[1:], status=status)
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:
     weights, report = str(folder / "v1.safetensors"), tmp_path / "report.html"
     built = f"{folder / 'recipes.py'}:build"
-    result = command(folder, "a", weights, "--recipe", built, "--html", str(report))
-    assert result.exit_code == 0, result.output
-    for said in ("recorded calls", "reproduced", "calls, against eager", "bit for bit", "swap from random weights"):
-        assert said in result.output
-    assert "of the largest value" in result.output
-    assert "ULP" not in result.output  # of numbers near zero there are billions, within the tolerance
-    assert re.search(r"^verified, in \d+\.\d s$", result.output, re.MULTILINE)
+    text = command(folder, "a", weights, "--recipe", built, "--html", report)
+    told = ("recorded calls", "reproduced", "calls, against eager", "bit for bit", "swap from random weights")
+    for each in (*told, "of the largest value"):
+        assert each in text
+    assert "ULP" not in text  # of numbers near zero there are billions, within the tolerance
+    assert re.search(r"^verified, in \d+\.\d s$", text, re.MULTILINE)
     page = report.read_text()
     assert "Calls, against eager" in page
     assert "blocks.0" not in page  # nothing diverges
@@ -188,15 +186,14 @@ def test_a_mismatch_has_status_1_and_says_where(folder: Path, tmp_path: Path) ->
     )
     (tmp_path / "wrong_recipe.py").write_text(other)
     arguments = ("a", weights, "--recipe", f"{tmp_path / 'wrong_recipe.py'}:build", "--engines", "torch,onnx")
-    result = command(folder, *arguments, "--html", str(report))
-    assert result.exit_code == 1
-    assert "torch, first divergence: blocks.1 (Block)\n  node mul_2, aten.mul.Tensor" in result.output
-    assert "problem: parity, torch: forward, case 0, left: [" in result.output
-    assert re.search(r"^not verified, \d+ problems", result.output, re.MULTILINE)
+    text = command(folder, *arguments, "--html", report, status=1)
+    assert "torch, first divergence: blocks.1 (Block)\n  node mul_2, aten.mul.Tensor" in text
+    assert "problem: parity, torch: forward, case 0, left: [" in text
+    assert re.search(r"^not verified, \d+ problems", text, re.MULTILINE)
     assert "Where torch and onnx diverge" in report.read_text()
-    document = json.loads(command(folder, *arguments[:-1], "torch", "--json").output)
-    assert document["same"] is False
-    assert document["verification"]["parity"]["engines"][0]["divergence"]["module"] == "blocks.1"
+    told = json.loads(command(folder, *arguments[:-1], "torch", "--json", status=1))
+    assert told["same"] is False
+    assert told["verification"]["parity"]["engines"][0]["divergence"]["module"] == "blocks.1"
 
 
 @pytest.mark.parametrize(
@@ -215,40 +212,33 @@ def test_a_mismatch_has_status_1_and_says_where(folder: Path, tmp_path: Path) ->
 )
 def test_bad_requests(arguments: tuple[str, str], status: int, says: str, folder: Path) -> None:
     option, value = arguments
-    result = command(folder, "a", str(folder / "v1.safetensors"), option, value.format(folder))
-    assert result.exit_code == status
-    assert says in " ".join(result.output.replace("│", " ").split())
-
-
-NO_WEIGHTS = [("absent.safetensors", WeightFileError), ("recipes.py", CheckpointError)]
-
-
-@pytest.mark.parametrize(("weights", "error"), NO_WEIGHTS)
-def test_files_without_weights_are_refused(weights: str, error: type[Exception], folder: Path) -> None:
-    with pytest.raises(error, match=weights):
-        verify(folder / "a", folder / weights, recipe())
-
-
-def test_a_recipe_for_another_model(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"v1\.safetensors: does not fit this model"):
-        verify(folder / "a", folder / "v1.safetensors", {"model": torch.nn.Linear(2, 2), "args": (IDS,)})
+    text = command(folder, "a", folder / "v1.safetensors", option, value.format(folder), status=status)
+    assert says in " ".join(text.replace("│", " ").split())
 
 
 def test_goldens_of_other_weights_are_refused(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "v.safetensors").write_bytes((folder / "v2.safetensors").read_bytes())
-    (tmp_path / "v.goldens.safetensors").write_bytes((folder / "v1.goldens.safetensors").read_bytes())
+    shutil.copy(folder / "v2.safetensors", tmp_path / "v.safetensors")
+    shutil.copy(folder / "v1.goldens.safetensors", tmp_path / "v.goldens.safetensors")
     with pytest.raises(WeightFileError, match=r"recorded for the weights .*, but those beside it are"):
         verify(folder / "a", tmp_path / "v.safetensors")
-    result = command(folder, "a", str(tmp_path / "v.safetensors"), "--json")
-    assert result.exit_code == 1
-    assert '"error": "WeightFileError"' in result.output
+    assert '"error": "WeightFileError"' in command(folder, "a", tmp_path / "v.safetensors", "--json", status=1)
 
 
-def test_weights_of_another_graph_name_what_does_not_fit(folder: Path, tmp_path: Path) -> None:
-    other = export(torch.nn.Linear(2, 2).eval(), (torch.ones(1, 2),), out=tmp_path / "a")
-    weights = pack(torch.nn.Linear(2, 2), other, out=tmp_path / "v.safetensors").path
-    with pytest.raises(CheckpointError, match="not in the file"):
-        verify(folder / "a", weights, recipe())
+OTHER = {"model": torch.nn.Linear(2, 2), "args": (IDS,)}
+REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("absent.safetensors", recipe(), WeightFileError, "absent.safetensors"),
+    ("recipes.py", recipe(), CheckpointError, "recipes.py"),
+    ("v1.safetensors", OTHER, CheckpointError, r"v1\.safetensors: does not fit this model"),
+    ("other.safetensors", recipe(), CheckpointError, "not in the file"),
+]
+
+
+@pytest.mark.parametrize(("weights", "recipe", "error", "says"), REFUSED)
+def test_weights_of_something_else_are_refused(
+    weights: str, recipe: dict[str, Any], error: type[Exception], says: str, folder: Path
+) -> None:
+    with pytest.raises(error, match=says):
+        verify(folder / "a", folder / weights, recipe)
 
 
 def test_a_checkpoint_that_the_recipe_loads_and_others_before_it(folder: Path, tmp_path: Path) -> None:
@@ -265,7 +255,5 @@ def test_a_checkpoint_that_the_recipe_loads_and_others_before_it(folder: Path, t
 
 def test_a_file_that_the_model_refuses_and_a_server_takes(folder: Path, tmp_path: Path) -> None:
     """Without the second name of tied weights."""
-    from safetensors.torch import save_model
-
     save_model(tied(), str(tmp_path / "model.safetensors"))
     assert verify(folder / "a", tmp_path / "model.safetensors", recipe(), engines=["torch"]).same

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
+from tests.support.program import document, run, said
 from tests.support.tiny import TinyArtifact
+from tests.support.tiny import WriteWeights as Weights
 from weightswap_runtime import Artifact, Unsupported, WeightFileError
 from weightswap_tools.bench import BenchReport, CallTimes, EngineBench, bench, measured_process, running
-from weightswap_tools.bench.command import bench_command, bench_report, call_plots, call_table, fitting_scale
+from weightswap_tools.bench.command import bench_report, call_plots, call_table, fitting_scale
 from weightswap_tools.bench.running import BenchRequest
-
-Weights = Callable[[int], Path]
 
 
 def request(tiny: TinyArtifact, weights: Path, **more: Any) -> BenchRequest:
@@ -209,18 +206,11 @@ def test_the_range_decides_the_axis(values: tuple[float, ...], scale: str) -> No
     assert fitting_scale(values) == scale
 
 
-def command(*arguments: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(bench_command, list(arguments))
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout, done.stderr
-
-
 @pytest.mark.slow
 def test_the_command_measures_in_separate_processes(tiny: TinyArtifact, weight_file: Weights, tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
     fast = ("--batch", "2", "--seconds", "0", "--swaps", "1")
-    status, out, _ = command(str(tiny.path), str(weight_file(1)), *fast, "--html", str(page))
-    assert status == 0
+    out = said("bench", tiny.path, weight_file(1), *fast, "--html", page)
     for title in ("calls of forward", "swaps of the same file", "resident memory", "left out    onnx: not compiled"):
         assert title in out
     assert "batch=2" in out
@@ -233,12 +223,9 @@ def test_json_and_failures(
 ) -> None:
     failed = EngineBench(engine="torch", residency="double", failed="[red]\x1b it broke")
     monkeypatch.setattr(running, "_run", lambda _: failed)
-    arguments = (str(tiny.path), str(weight_file(1)))
-    status, out, _ = command(*arguments, "--json")
-    assert status == 1
-    assert msgspec.convert(json.loads(out), BenchReport).engines == (failed, failed)
-    status, out, _ = command(*arguments, "--html", str(tmp_path / "b.html"))
-    assert status == 1
+    command = ("bench", tiny.path, weight_file(1))
+    assert msgspec.convert(document(*command, status=1), BenchReport).engines == (failed, failed)
+    out = said(*command, "--html", tmp_path / "b.html", status=1)
     assert "failed      torch, double: [red]\\x1b it broke" in out
     assert "2 failed" in (tmp_path / "b.html").read_text()
 
@@ -247,4 +234,4 @@ def test_json_and_failures(
     "arguments", [("--batch", "x"), ("--batch", "-1"), ("--size", "length"), ("--threads", "0"), ("--engine", "tvm")]
 )
 def test_bad_usage(arguments: tuple[str, ...], tiny: TinyArtifact, weight_file: Weights) -> None:
-    assert command(str(tiny.path), str(weight_file(1)), *arguments)[0] == 2
+    run("bench", tiny.path, weight_file(1), *arguments, status=2)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.support.program import document, said
 from tests.support.services import Service
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.tools.commands.test_swap_watch import lines_until, watch_command
-from weightswap_tools.commands.weights import desired_command
 
 
 @pytest.fixture
@@ -23,31 +21,28 @@ def service(tiny: TinyArtifact, tmp_path: Path) -> Service:
 
 
 def run(*arguments: object, status: int = 0) -> str:
-    done = CliRunner().invoke(desired_command, list(map(str, arguments)))
-    assert done.exit_code == status, done.output
-    return done.output
+    return said("desired", *arguments, status=status)
 
 
 def test_the_desired_state_is_shown(service: Service) -> None:
     assert "desired     nothing yet" in run(service.folder)
     first, second = service.promote(1), service.promote(2)
     service.desired_store.rollback(revision=2, by="ana", why="slow\x1b[2J")
-    said = run(service.folder)
-    assert f"weights id  {first}" in said
-    assert r"by ana: slow\x1b[2J" in said
-    assert "on hold" in said
-    assert second[:12] in said.partition("withdrawn")[2]
+    text = run(service.folder)
+    assert f"weights id  {first}" in text
+    assert r"by ana: slow\x1b[2J" in text
+    assert "on hold" in text
+    assert second[:12] in text.partition("withdrawn")[2]
 
 
 def test_a_change_names_the_revision_that_was_seen(service: Service) -> None:
     path = service.write(1)
-    said = run(service.folder, "--set", path, status=2)
-    assert "revision    0" in said
-    assert "--revision 0" in said
+    text = run(service.folder, "--set", path, status=2)
+    assert "revision    0" in text
+    assert "--revision 0" in text
     assert service.revision == 0
-    said = run(service.folder, "--set", path, "--revision", 0, "--by", "ana", "--why", "first")
-    assert "by ana: first" in said
-    refused = json.loads(run(service.folder, "--hold", "--revision", 0, "--json", status=1).partition("\n")[2])
+    assert "by ana: first" in run(service.folder, "--set", path, "--revision", 0, "--by", "ana", "--why", "first")
+    refused = document("desired", service.folder, "--hold", "--revision", 0, status=1)
     assert refused["error"] == "RevisionConflict"
     assert service.desired_store.read().hold is None
 
@@ -57,8 +52,8 @@ def test_changes_by_every_option(service: Service) -> None:
     run(service.folder, "--rollback-to", ids[0][:8], "--revision", 3, "--no-hold")
     assert (service.desired, service.desired_store.read().hold) == (ids[0], None)
     run(service.folder, "--hold", "--revision", 4, "--by", "bo")
-    document = json.loads(run(service.folder, "--json"))
-    assert (document["desired_store"], document["revision"], document["hold"]["by"]) == (str(service.folder), 5, "bo")
+    now = document("desired", service.folder)
+    assert (now["desired_store"], now["revision"], now["hold"]["by"]) == (str(service.folder), 5, "bo")
     run(service.folder, "--release", "--revision", 5)
     service.set(2)
     run(service.folder, "--rollback-to", "last", "--revision", 7)
@@ -80,6 +75,11 @@ def test_refused_changes_say_why(arguments: tuple[str, ...], status: int, says: 
     assert service.revision == 1
 
 
+def damage(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 def spoiled(service: Service, seed: int, **values: torch.Tensor) -> str:
     """Desire weights with other values, as a trainer that checks nothing, and return their id."""
     path = service.tiny.write(service.folder / f"v{seed}.safetensors", service.tiny.values(seed) | values)
@@ -95,12 +95,10 @@ def test_a_rollback_to_what_processes_would_refuse_writes_nothing(service: Servi
     masked = spoiled(service, 3, bias=torch.full((5,), -torch.inf))
     last = service.promote(4)
     before = service.desired_store.read()
-    said = run(service.folder, "--rollback-to", bad[:12], "--revision", 4, status=1)
-    assert "NonFiniteWeights" in said
-    assert "bias: 5 NaN" in said
-    content = bytearray((service.folder / "v1.safetensors").read_bytes())
-    content[-1] ^= 1
-    (service.folder / "v1.safetensors").write_bytes(content)
+    refused = run(service.folder, "--rollback-to", bad[:12], "--revision", 4, status=1)
+    assert "NonFiniteWeights" in refused
+    assert "bias: 5 NaN" in refused
+    damage(service.folder / "v1.safetensors")
     assert "DigestMismatch" in run(service.folder, "--rollback-to", good[:12], "--revision", 4, status=1)
     assert "RevisionConflict" in run(service.folder, "--rollback-to", bad[:12], "--revision", 3, status=1)
     assert service.desired_store.read() == before
@@ -119,8 +117,7 @@ def test_a_rollback_reads_what_leads_to_a_delta(service: Service, delta: WriteDe
     for revision, source in enumerate((weight_file(1), delta(1, 2), weight_file(3))):
         service.desired_store.set(source, revision=revision)
     before = service.desired_store.read()
-    content = weight_file(1).read_bytes()
-    weight_file(1).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    damage(weight_file(1))
     assert "DigestMismatch" in run(service.folder, "--rollback-to", "last", "--revision", 3, status=1)
     assert service.desired_store.read() == before
     weight_file(1)  # which writes it again
@@ -137,9 +134,9 @@ def test_a_chain_is_made_shorter(
     weights_id, out = service.desired, service.folder / "short.safetensors"
     assert "read first  2 files" in run(service.folder)
     assert "RevisionConflict" in run(service.folder, "--compact", out, *options, "--revision", 2, status=1)
-    said = run(service.folder, "--compact", out, *options, "--revision", 3)
-    assert ("read first  1 file" in said) != bool(options)
-    assert "by ana" in said
+    text = run(service.folder, "--compact", out, *options, "--revision", 3)
+    assert ("read first  1 file" in text) != bool(options)
+    assert "by ana" in text
     assert (service.revision, service.desired) == (4, weights_id)
     assert "nothing to make shorter" in run(service.folder, "--compact", out, *options, "--revision", 4, status=2)
     assert "give --compact FILE" in run(service.folder, "--full", status=2)
@@ -152,11 +149,10 @@ def test_what_is_set_is_read(service: Service) -> None:
     nan = service.tiny.write(service.folder / "nan.safetensors", values)
     assert "bias: 1 NaN and 1 infinite; processes" in run(service.folder, "--set", nan, "--revision", 1)
     assert service.revision == 2
-    damaged = service.write(3)
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
-    assert "DigestMismatch" in run(service.folder, "--set", damaged, "--revision", 2, status=1)
+    damage(service.write(3))
+    assert "DigestMismatch" in run(
+        service.folder, "--set", service.folder / "v3.safetensors", "--revision", 2, status=1
+    )
     assert "warning" not in run(service.folder, "--set", service.write(4), "--revision", 2)
 
 

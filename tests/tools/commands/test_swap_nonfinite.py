@@ -8,12 +8,12 @@ import math
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.support.program import document, run
 from tests.support.tiny import TinyArtifact, WriteWeights
 from tests.support.watched import SOON, Directory, eventually
 from weightswap_runtime import Event, load
-from weightswap_tools.commands.swap import print_event, print_event_as_json, swap_command
+from weightswap_tools.commands.swap import print_event, print_event_as_json
 
 
 @pytest.fixture
@@ -24,9 +24,7 @@ def bad(tiny: TinyArtifact, tmp_path: Path) -> Path:
 
 
 def shell(*arguments: object, status: int = 0) -> str:
-    result = CliRunner().invoke(swap_command, list(map(str, arguments)), env={"COLUMNS": "200"})
-    assert result.exit_code == status, result.output
-    return result.stdout
+    return run("swap", *arguments, status=status, width=200).stdout
 
 
 def test_nonfinite_values_are_reported_and_refused(
@@ -34,13 +32,13 @@ def test_nonfinite_values_are_reported_and_refused(
 ) -> None:
     files = tiny.path, weight_file(0), bad
     assert "warning     weight is not finite: 1 NaN of 15 values\n" in shell(*files)
-    (first, second) = json.loads(shell(*files, "--json"))["receipts"]
+    (first, second) = document("swap", *files)["receipts"]
     assert (first["nonfinite"], second["nonfinite"]) == ({}, {"weight": {"nan": 1, "infinite": 0, "of": 15}})
     shell(*files, "--html", tmp_path / "page.html")
     assert "weight: 1 NaN of 15 values" in (tmp_path / "page.html").read_text()
-    said = json.loads(shell(*files, "--refuse-nonfinite", "--json", status=1))
-    assert said["error"] == "NonFiniteWeights"
-    assert said["problems"] == ["weight: 1 NaN of 15 values"]
+    refused = document("swap", *files, "--refuse-nonfinite", status=1)
+    assert refused["error"] == "NonFiniteWeights"
+    assert refused["problems"] == ["weight: 1 NaN of 15 values"]
     shell(*files, "--allow-nonfinite", "bias", status=1)
     assert "warning     weight" in shell(*files, "--allow-nonfinite", "bias", "--allow-nonfinite", "w*")
     shell(*files, "--allow-nonfinite", "*")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tests.support.tiny import TinyArtifact
+from tests.support.program import run
+from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import load
-from weightswap_tools.commands.swap import swap_command, swaps_report
+from weightswap_tools.commands.swap import swaps_report
 from weightswap_tools.reports.blocks import Note, Table, Timeline
-
-WriteWeights = Callable[[int], Path]
 
 
 def test_each_commit_has_its_phases_one_after_the_other(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
@@ -51,8 +48,6 @@ def test_the_report_is_written_even_if_the_last_file_is_refused(
     broken.write_bytes(b"nothing")
     for files, status, says in (([weight_file(2)], 0, "2 commits"), ([broken], 1, "WeightFileError")):
         page = tmp_path / "report.html"
-        arguments = [tiny.path, weight_file(1), *files, "--html", page]
-        result = CliRunner().invoke(swap_command, list(map(str, arguments)))
-        assert result.exit_code == status, result.output
+        run("swap", tiny.path, weight_file(1), *files, "--html", page, status=status)
         assert says in page.read_text()
         page.unlink()

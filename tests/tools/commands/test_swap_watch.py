@@ -12,26 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.support import warm
+from tests.support.program import run
 from tests.support.tiny import TinyArtifact
 from tests.support.watched import Directory, environment
-from weightswap_tools.commands.swap import swap_command
 
 SWAP = """
 import signal
 
-from weightswap_tools.commands.swap import swap_command
+from weightswap_tools.program import main
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background, it is ignored
-swap_command()
+main()
 """
 
 
 @contextmanager
 def watch_command(tiny: TinyArtifact, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [warm.python(), "-c", SWAP, str(tiny.path), *arguments]
+    command = [warm.python(), "-c", SWAP, "swap", str(tiny.path), *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), bufsize=1
     ) as process:
@@ -104,6 +103,4 @@ def test_events_are_lines_of_json_even_with_names_that_are_not_text(tiny: TinyAr
     ],
 )
 def test_the_command_refuses(arguments: tuple[str, ...], status: int, says: str, tiny: TinyArtifact) -> None:
-    result = CliRunner().invoke(swap_command, [str(tiny.path), *arguments])
-    assert result.exit_code == status
-    assert says in result.stderr
+    assert says in run("swap", tiny.path, *arguments, status=status).stderr

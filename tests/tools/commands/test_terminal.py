@@ -11,12 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
-from tests.support import warm
+from tests.support import program, warm
 from weightswap_exporter import export, pack
 from weightswap_runtime.errors import visible
-from weightswap_tools.program import app
 from weightswap_tools.terminal import human_bytes, printable_json
 
 EVIL = "evil\nverdict     equal\r\x1b[31m\x9b2J\u202e[red]"
@@ -145,8 +143,7 @@ def test_sizes(size: int, text: str) -> None:
 
 def test_paragraphs_of_help_are_wrapped_to_the_terminal() -> None:
     """typer keeps the line breaks of docstrings after the first paragraph."""
-    shown = CliRunner().invoke(app, ["push", "--help"], env={"COLUMNS": "70", "TERMINAL_WIDTH": "70"})
-    lines = [line.strip() for line in shown.stdout.splitlines()]
+    lines = [line.strip() for line in program.said("push", "--help", width=70).splitlines()]
     start = next(index for index, line in enumerate(lines) if line.startswith("The file is uploaded"))
     paragraph = lines[start : lines.index("", start)]
     assert len(paragraph) > 1

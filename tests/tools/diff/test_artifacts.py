@@ -16,6 +16,7 @@ import torch
 from blake3 import blake3
 from torch import nn
 
+from tests.support.models import Does, doing
 from tests.support.tiny import TinyArtifact
 from weightswap_exporter import export
 from weightswap_runtime import Artifact, ArtifactError
@@ -23,44 +24,28 @@ from weightswap_runtime.format.manifest import encode_manifest, with_graph_id
 from weightswap_tools.diff import ArtifactsDiff, compare_artifacts
 
 
-class Net(nn.Module):
-    """Two layers, a constant, and a counter that calls change."""
-
-    def __init__(self, width: int = 4, shift: float = 0.5, *, activation: nn.Module | None = None) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, width), nn.Linear(width, 2)
-        self.activation = activation or nn.ReLU()
-        self.register_buffer("shift", torch.full((2,), shift), persistent=False)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.second(self.activation(self.first(x))) + self.shift
+def net(width: int = 4, shift: float = 0.5, *, activation: nn.Module | None = None) -> nn.Module:
+    """Return two layers, a constant, and a counter that calls change."""
+    held = {"first": nn.Linear(3, width), "activation": activation or nn.ReLU(), "second": nn.Linear(width, 2)}
+    shifts = nn.Buffer(torch.full((2,), shift), persistent=False)
+    act = lambda m, x: doing(m.calls.add_(1), m.second(m.activation(m.first(x))) + m.shift)  # noqa: E731
+    return Does(act, **held, shift=shifts, calls=nn.Buffer(torch.zeros(())))
 
 
-class Renamed(Net):
-    """A model whose checkpoints have another name for one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._register_state_dict_hook(self._rename)
-        self.register_load_state_dict_pre_hook(self._back)
-
-    @staticmethod
-    def _rename(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
-        state[f"{prefix}w"] = state.pop(f"{prefix}first.weight")
-
-    @staticmethod
-    def _back(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: object) -> None:
-        state[f"{prefix}first.weight"] = state.pop(f"{prefix}w")
+def renamed() -> nn.Module:
+    """Return a model whose checkpoints have another name for one weight."""
+    model = net()
+    model._register_state_dict_hook(lambda _, state, __, ___: state.update(w=state.pop("first.weight")))
+    model.register_load_state_dict_pre_hook(lambda _, state, *__: state.update({"first.weight": state.pop("w")}))
+    return model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "base": Net,
-    "wider": lambda: Net(5),
-    "gelu": lambda: Net(activation=nn.GELU()),
-    "shifted": lambda: Net(shift=0.75),
-    "renamed": Renamed,
+    "base": net,
+    "wider": lambda: net(5),
+    "gelu": lambda: net(activation=nn.GELU()),
+    "shifted": lambda: net(shift=0.75),
+    "renamed": renamed,
 }
 
 
@@ -91,18 +76,12 @@ def test_other_shapes_do_not_fit(artifacts: dict[str, Artifact]) -> None:
     assert diff.verdict == "Weight files of one do not fit the other: 6 problems."
     assert "old weights, new graph: first.weight: expected F32[5, 3], found F32[4, 3]" in diff.misfits
     assert "new weights, old graph: first.weight: expected F32[4, 3], found F32[5, 3]" in diff.misfits
-    assert [(row.kind, row.name) for row in diff.rows] == [
-        ("weights", "first.bias"),
-        ("weights", "first.weight"),
-        ("weights", "second.weight"),
-    ]
-    ((method,), row) = diff.methods, diff.rows[0]
-    assert method.same_signature
-    assert not method.same_graph
-    assert method.operators == ()
-    assert row.before is not None
-    assert row.before.shape == (4,)
-    assert diff.level == "alarm"
+    names = ("first.bias", "first.weight", "second.weight")
+    assert [(row.kind, row.name) for row in diff.rows] == [("weights", name) for name in names]
+    ((method,), before) = diff.methods, diff.rows[0].before
+    assert (method.same_signature, method.same_graph, method.operators) == (True, False, ())
+    assert before is not None
+    assert (before.shape, diff.level) == ((4,), "alarm")
 
 
 def test_operators_are_counted(artifacts: dict[str, Artifact]) -> None:

@@ -87,18 +87,14 @@ def test_every_tensor_of_either_file_has_a_cell(compared: Compared) -> None:
 
 
 def test_the_table_says_the_same(compared: Compared) -> None:
-    sections = weights_report(compared(BEFORE, AFTER), {}).sections
-    (table,) = (block for section in sections for block in section.blocks if block_name(block) == "What changed")
+    blocks = [block for section in weights_report(compared(BEFORE, AFTER), {}).sections for block in section.blocks]
+    (table,) = (block for block in blocks if getattr(block, "caption", "") == "What changed")
     assert isinstance(table, Table)
     told = {str(row[1]): str(row[2]) for row in table.rows}
     assert told.keys() == CELLS.keys()
     assert told["head.weight"] == "F32[2, 2] became F32[4]"
     marked = {name: cell for name, cell in CELLS.items() if cell in ("removed", "added", "renamed")}
     assert {name: told[name].partition(",")[0].split()[0] for name in marked} == marked
-
-
-def block_name(block: object) -> str:
-    return str(getattr(block, "caption", ""))
 
 
 def test_every_cell_without_a_number_has_a_mark() -> None:

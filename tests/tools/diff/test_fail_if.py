@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.tiny import WriteWeights
 from weightswap_runtime import Unsupported
 from weightswap_tools.diff import Policy, TensorDiff, Values, WeightsDiff, compare_weights
 from weightswap_tools.diff.weights import QUANTITIES
@@ -154,19 +153,12 @@ def test_conditions_that_need_values_of_unchanged_tensors() -> None:
     assert wanting == {"nan", "inf", "mean", "std", "norm", "dead_rows"}
 
 
-def test_unread_tensors_count_as_unchanged(tmp_path: Path) -> None:
-    from tests.support.tiny import TinyArtifact
-
-    tiny = TinyArtifact(tmp_path / "t.artifact")
-    path = tiny.write(tmp_path / "v.safetensors", tiny.values(1))
+def test_unread_tensors_count_as_unchanged(weight_file: WriteWeights) -> None:
+    path = weight_file(1)
     diff = compare_weights(path, path)
     assert all(tensor.change is None for tensor in diff.tensors)
-    for text, holds in {
-        "rel_change == 0": True,
-        "cosine == 1": True,
-        "share_changed > 0": False,
-        "std >= 0": False,
-    }.items():
+    conditions = {"rel_change == 0": True, "cosine == 1": True, "share_changed > 0": False, "std >= 0": False}
+    for text, holds in conditions.items():
         assert len(Policy(text).failures(diff)) == (len(diff.tensors) if holds else 0), text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,12 +14,14 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.support.checkpoints import saved_shards
 from tests.support.loading import Fused
 from tests.support.peaks import MEMORY
 from tests.support.setups import different
 from tests.support.tiny import TinyArtifact
 from weightswap_exporter import export, pack
-from weightswap_runtime import DigestMismatch, Unsupported, WeightFileError, WeightsMismatch
+from weightswap_runtime import DigestMismatch, Unsupported, WeightFileError, WeightsMismatch, write_delta
+from weightswap_runtime.format.canonical import pack_ranges, render_header
 from weightswap_runtime.format.goldens import Environment, encode_goldens
 from weightswap_tools.diff import WeightsDiff, compare_weights, streaming
 
@@ -61,10 +62,8 @@ def test_counters_have_no_part_in_the_relative_change(files: Files) -> None:
     after = {"norm.num_batches_tracked": torch.tensor(5000), "w": torch.full((3, 4), 1.25)}
     diff = files.compare(before, after)
     assert (diff.overall.rel_change, diff.overall.tensors) == (0.25, 1)
-    assert [(tensor.name, tensor.level, tensor.rel_change) for tensor in diff.tensors] == [
-        ("w", "changed", 0.25),
-        ("norm.num_batches_tracked", "changed", 49.0),
-    ]
+    told = [(tensor.name, tensor.level, tensor.rel_change) for tensor in diff.tensors]
+    assert told == [("w", "changed", 0.25), ("norm.num_batches_tracked", "changed", 49.0)]
     alone = files.compare(before, after | {"w": before["w"]})
     assert (alone.overall.rel_change, alone.overall.tensors) == (49.0, 1)
 
@@ -89,10 +88,8 @@ def test_every_kind_of_difference(files: Files) -> None:
     found = {tensor.name: tensor for tensor in diff.tensors}
     assert found["cast"].change is not None
     assert found["cast"].change.changed == 1
-    assert found["gone"].values_before is not None
-    assert found["gone"].values_after is None
-    assert found["shape"].change is None
-    assert found["shape"].values_after is not None
+    assert (found["gone"].values_before is None, found["gone"].values_after is None) == (False, True)
+    assert (found["shape"].change is None, found["shape"].values_after is None) == (True, False)
     assert diff.counts == dict.fromkeys(("changed", "removed", "reshaped", "added", "retyped", "renamed", "same"), 1)
     assert (diff.before.tensors, diff.after.tensors, diff.before.nbytes) == (6, 6, 4 * (4 + 12 + 2 + 5 + 2 + 4))
     assert (diff.level, diff.overall.tensors, diff.notices) == ("alarm", 2, ())
@@ -124,10 +121,8 @@ def test_equal_tensors_are_renamed_in_their_order(files: Files) -> None:
     diff = files.compare(before, after)
     renamed = {tensor.name: tensor.renamed_from for tensor in diff.tensors if tensor.status == "renamed"}
     assert renamed == {"h.2.b": "block.2.bias", "h.10.b": "block.10.bias", "o": "other"}
-    assert {tensor.name: tensor.status for tensor in diff.tensors if tensor.status != "renamed"} == {
-        "lost": "removed",
-        "typed": "added",
-    }
+    others = {tensor.name: tensor.status for tensor in diff.tensors if tensor.status != "renamed"}
+    assert others == {"lost": "removed", "typed": "added"}
 
 
 def test_values_of_a_renamed_tensor_are_read_on_request(files: Files) -> None:
@@ -174,10 +169,14 @@ def test_equal_digests_are_not_read(
     assert diff.after.weights_id != diff.before.weights_id is not None
 
 
-def test_damage_is_found_by_the_digests(packed: tuple[Path, Path]) -> None:
-    raw = bytearray(packed[1].read_bytes())
+def damage(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
-    packed[1].write_bytes(raw)
+    path.write_bytes(raw)
+
+
+def test_damage_is_found_by_the_digests(packed: tuple[Path, Path]) -> None:
+    damage(packed[1])
     with pytest.raises(DigestMismatch, match=r"v2\.safetensors: refused, 1 problem") as refused:
         compare_weights(*packed)
     assert "its bytes do not match the digest that the file records" in str(refused.value)
@@ -186,9 +185,7 @@ def test_damage_is_found_by_the_digests(packed: tuple[Path, Path]) -> None:
 def test_damage_in_a_renamed_tensor_is_reported_under_its_old_name(packed: tuple[Path, Path], files: Files) -> None:
     tensors = safetensors.torch.load_file(packed[0])
     copy = files.write("copy", {f"new.{name}": value for name, value in tensors.items()})
-    raw = bytearray(packed[0].read_bytes())
-    raw[-1] ^= 1
-    packed[0].write_bytes(raw)
+    damage(packed[0])
     with pytest.raises(DigestMismatch) as refused:
         compare_weights(packed[0], copy, values=True)
     assert len(refused.value.problems) == 1
@@ -204,28 +201,14 @@ def test_truncated_files_are_named(files: Files) -> None:
 
 def test_files_that_change_meanwhile_are_named(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = files.write("a", BASE), files.write("b", BASE)
-    monkeypatch.setattr(streaming.Scan, "_read", _touching(streaming.Scan._read, paths[1]))
+    read = streaming.Scan._read
+    monkeypatch.setattr(streaming.Scan, "_read", lambda *arguments: (os.utime(paths[1]), read(*arguments))[1])
     with pytest.raises(WeightFileError, match=r"b\.safetensors: the file was written to while it was read"):
         compare_weights(*paths)
 
 
-def _touching(read: Callable[..., object], path: Path) -> Callable[..., object]:
-    def touch(*arguments: object) -> object:
-        os.utime(path)
-        return read(*arguments)
-
-    return touch
-
-
 def test_shards_and_directories(files: Files, tmp_path: Path) -> None:
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    weight_map = {}
-    for index, (name, value) in enumerate(BASE.items()):
-        weight_map[name] = f"part{index}.safetensors"
-        safetensors.torch.save_file({name: value}, folder / weight_map[name])
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    diff = compare_weights(files.write("a", BASE), folder)
+    diff = compare_weights(files.write("a", BASE), saved_shards(tmp_path / "shards", BASE, ".safetensors"))
     assert (diff.level, len(diff.tensors)) == ("same", len(BASE))
 
 
@@ -239,20 +222,15 @@ def test_urls(files: Files) -> None:
     assert remote.after.where == "memory://diffed/b.safetensors"
 
 
-def test_a_delta_file_is_refused(packed: tuple[Path, Path], tmp_path: Path) -> None:
-    from weightswap_runtime import write_delta
-
-    write_delta(*packed, tmp_path / "d.safetensors")
-    with pytest.raises(Unsupported, match="a delta file"):
-        compare_weights(packed[0], tmp_path / "d.safetensors")
-
-
-def test_goldens_are_no_weights(packed: tuple[Path, Path], tmp_path: Path) -> None:
+def test_files_of_something_else_are_refused(packed: tuple[Path, Path], tmp_path: Path) -> None:
+    delta, goldens = tmp_path / "d.safetensors", tmp_path / "v.goldens.safetensors"
+    write_delta(*packed, delta)
     environment = Environment(torch="2", device="cpu", capability="", threads=1)
-    path = tmp_path / "v.goldens.safetensors"
-    path.write_bytes(encode_goldens([], {}, graph_id="", weights_id="", environment=environment, tolerance=None))
-    with pytest.raises(Unsupported, match="holds goldens, not weights; compare the weight files beside them"):
-        compare_weights(packed[0], path)
+    goldens.write_bytes(encode_goldens([], {}, graph_id="", weights_id="", environment=environment, tolerance=None))
+    says = "holds goldens, not weights; compare the weight files beside them"
+    for path, said in ((delta, "a delta file"), (goldens, says)):
+        with pytest.raises(Unsupported, match=said):
+            compare_weights(packed[0], path)
 
 
 def test_a_checkpoint_and_a_packed_file_under_the_names_of_an_artifact(
@@ -262,12 +240,8 @@ def test_a_checkpoint_and_a_packed_file_under_the_names_of_an_artifact(
     checkpoint = {"w": values["weight"], "bias": values["bias"] + 1, "again": values["tied"], "steps": values["steps"]}
     path = files.write("checkpoint", checkpoint | {"extra": torch.ones(1)})
     diff = compare_weights(packed[0], path, artifact=tiny.path)
-    assert {tensor.name: tensor.status for tensor in diff.tensors} == {
-        "bias": "changed",
-        "weight": "same",
-        "tied": "same",
-        "steps": "same",
-    }
+    expected = dict.fromkeys(("weight", "tied", "steps"), "same") | {"bias": "changed"}
+    assert {tensor.name: tensor.status for tensor in diff.tensors} == expected
     assert diff.after.ignored == ("extra",)
     plain = compare_weights(packed[0], path)
     assert {tensor.name for tensor in plain.tensors if tensor.status == "renamed"} == {"w", "again"}
@@ -329,8 +303,6 @@ ALLOWED = 128 << 20
 
 @pytest.mark.slow
 def test_memory_does_not_depend_on_the_size_of_tensors(tmp_path: Path) -> None:
-    from weightswap_runtime.format.canonical import pack_ranges, render_header
-
     size = 160 << 20  # bytes, in one tensor: 320 MB in both files
     header = render_header(pack_ranges([("w", "BF16", (1 << 10, size >> 11))]), {})
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]

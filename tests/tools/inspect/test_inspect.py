@@ -17,31 +17,27 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
 from torch.export import Dim
-from typer.testing import CliRunner
 
-from tests.support.models import Counter, Everything, Renamed
+from tests.support.models import Counter, Does, Everything, Renamed
+from tests.support.program import document, said
 from tests.support.recommender import Recommender, ids_of
 from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import load, write_delta
-from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.metrics import ModelCollector
-from weightswap_tools.inspect.command import inspect_command
 
 EVIL = "<img src=x onerror=alert(1)>.\x1b[31m[red]"
 CASES = {"cases": "3"}
 Inspect = Callable[..., str]
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(12))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
+def layers() -> nn.Module:
+    def act(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
             x = layer(x)
-        return self.head(x)
+        return model.head(x)
+
+    repeated = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(12))
+    return Does(act, layers=repeated, head=nn.Linear(4, 2)).eval()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inspect")
     batch = {0: Dim("batch", max=9)}
     torch.manual_seed(0)
-    model = Layers().eval()
+    model = layers()
     export(model, (torch.rand(2, 4),), out=folder / "layers.artifact", dynamic_shapes={"x": batch})
     goldens = [((torch.rand(3, 4),), {})]
     pack(model, folder / "layers.artifact", out=folder / "v1.safetensors", labels={"step": "1"}, goldens=goldens)
@@ -60,10 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.layers[11][0].weight[1:] += 1
     pack(model, folder / "layers.artifact", out=folder / "v2.safetensors")
     write_delta(folder / "v1.safetensors", folder / "v2.safetensors", folder / "d.safetensors")
-    methods = {
-        "forward": MethodSpec("forward", (torch.rand(2, 1, 8, 8),)),
-        "encode": MethodSpec("encode", (torch.arange(4),)),
-    }
+    calls = {"forward": (torch.rand(2, 1, 8, 8),), "encode": (torch.arange(4),)}
+    methods = {name: MethodSpec(name, args) for name, args in calls.items()}
     export(Everything().eval(), methods=methods, out=folder / "everything.artifact")
     export(Counter().eval(), (torch.rand(2, 3),), out=folder / "counter.artifact")
     recommender = Recommender().eval()
@@ -96,9 +90,7 @@ def inspect(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Inspect:
     monkeypatch.chdir(folder)
 
     def run(*arguments: str, status: int = 0) -> str:
-        result = CliRunner().invoke(inspect_command, list(arguments))
-        assert result.exit_code == status, result.output
-        return result.output
+        return said("inspect", *arguments, status=status)
 
     return run
 
@@ -123,24 +115,23 @@ def rows(data: list[dict[str, Any]], caption: str) -> list[list[Any]]:
 
 
 def test_an_artifact_in_words(inspect: Inspect) -> None:
-    said = inspect("layers.artifact")
-    assert (
+    told = document("inspect", "layers.artifact")
+    sentence = (
         "forward takes x (a tensor of 32-bit floats, batch × 4), and returns a tensor of 32-bit floats, batch × 2; "
-        "batch is from 0 to 9.\n" in said
     )
-    document = json.loads(inspect("layers.artifact", "--json"))
-    assert document["sentences"]["forward"] in said
-    assert document["kind"] == "artifact"
-    assert {"path": "layers.11.0", "tensors": 2, "nbytes": 80} in document["modules"]
-    assert {"weight": "head.bias", "how": "as it is", "keys": ["head.bias"]} in document["origins"]
+    assert told["sentences"]["forward"] == f"{sentence}batch is from 0 to 9."
+    assert told["sentences"]["forward"] in inspect("layers.artifact")
+    assert told["kind"] == "artifact"
+    assert {"path": "layers.11.0", "tensors": 2, "nbytes": 80} in told["modules"]
+    assert {"weight": "head.bias", "how": "as it is", "keys": ["head.bias"]} in told["origins"]
 
 
 def test_what_hash_trees_take_is_what_the_metric_comes_to(inspect: Inspect) -> None:
     most = 2 * 2**20 // 16  # of a table of two whole MiB and a part; smaller weights have none
-    said = "at most 131.1 kB of a server's memory, if rows of all weights are updated"
-    assert f"hash trees {said}\n" in inspect("tables.artifact")
-    assert said in report(inspect, "tables.artifact")[0]
-    assert json.loads(inspect("tables.artifact", "--json"))["hash_trees_bytes"] == most
+    words = "at most 131.1 kB of a server's memory, if rows of all weights are updated"
+    assert f"hash trees {words}\n" in inspect("tables.artifact")
+    assert words in report(inspect, "tables.artifact")[0]
+    assert document("inspect", "tables.artifact")["hash_trees_bytes"] == most
     assert "hash trees" not in inspect("layers.artifact")
     with load("tables.artifact", "tables-1.safetensors") as model:
         model.swap("tables-d.safetensors")
@@ -150,37 +141,32 @@ def test_what_hash_trees_take_is_what_the_metric_comes_to(inspect: Inspect) -> N
 
 
 def test_equal_layers_are_shown_once(inspect: Inspect) -> None:
-    said = inspect("layers.artifact", "--tree").splitlines()
-    assert said[0] == "layers.artifact  Layers  26 tensors, 1.0 kB"
-    assert "│   └── 0 … 11  (12 × alike)  Sequential  2 tensors, 80 B each" in said
-    assert sum("weight" in line for line in said) == 2
-    assert "    ├── weight  F32[2, 4]  32 B" in said
+    lines = inspect("layers.artifact", "--tree").splitlines()
+    assert lines[0] == "layers.artifact  Does  26 tensors, 1.0 kB"
+    assert "│   └── 0 … 11  (12 × alike)  Sequential  2 tensors, 80 B each" in lines
+    assert sum("weight" in line for line in lines) == 2
+    assert "    ├── weight  F32[2, 4]  32 B" in lines
 
 
 def test_a_tree_shows_ties_and_roles(inspect: Inspect) -> None:
     assert "tied to head.weight" in inspect("everything.artifact", "--tree")
-    said = inspect("counter.artifact", "--tree")
-    assert "steps  I64[]  8 B  state" in said
-
-
-def test_a_tree_of_a_checkpoint(inspect: Inspect) -> None:
-    said = inspect("shards", "--tree")
-    assert "0 … 11  (12 × alike)  1 tensor, 16 B each" in said  # in the file, 10 follows 1
+    assert "steps  I64[]  8 B  state" in inspect("counter.artifact", "--tree")
+    assert "0 … 11  (12 × alike)  1 tensor, 16 B each" in inspect("shards", "--tree")  # in the file, 10 follows 1
     assert "\x1b" not in inspect("evil.safetensors", "--tree")
 
 
 def test_a_report_of_an_artifact(inspect: Inspect) -> None:
     seen, data = report(inspect, "layers.artifact")
-    document = json.loads(inspect("layers.artifact", "--json"))
-    manifest = document["manifest"]
-    for text in ("all digests match", manifest["graph_id"], document["sentences"]["forward"]):
+    told = document("inspect", "layers.artifact")
+    manifest = told["manifest"]
+    for text in ("all digests match", manifest["graph_id"], told["sentences"]["forward"]):
         assert text in seen
     assert [row[0] for row in rows(data, "Weights")] == [weight["name"] for weight in manifest["weights"]]
     assert [row[:2] for row in rows(data, "By module")] == [
-        [module["path"] or "(model)", module["tensors"]] for module in document["modules"]
+        [module["path"] or "(model)", module["tensors"]] for module in told["modules"]
     ]
     (areas,) = blocks(data, "chart", "Bytes by module")
-    assert areas["root"]["value"] == document["total_bytes"] == sum(leaf_sizes(areas["root"]))
+    assert areas["root"]["value"] == told["total_bytes"] == sum(leaf_sizes(areas["root"]))
     assert rows(data, "Operators") == [["aten.linear.default", 13], ["aten.relu.default", 12]]
     assert ["head.bias", "as it is", "head.bias"] in rows(data, "How checkpoints become weights")
 
@@ -219,15 +205,9 @@ def test_renamed_keys_are_listed(inspect: Inspect) -> None:
 
 def test_a_report_of_a_weight_file(inspect: Inspect) -> None:
     seen, data = report(inspect, "v1.safetensors")
-    stamp = json.loads(inspect("v1.safetensors", "--json"))["stamp"]
-    for text in (
-        stamp["weights_id"],
-        stamp["graph_id"],
-        "step = 1",
-        "1 of forward",
-        "Weight file: 26 tensors",
-        "recorded on",
-    ):
+    stamp = document("inspect", "v1.safetensors")["stamp"]
+    ids = (stamp["weights_id"], stamp["graph_id"])
+    for text in (*ids, "step = 1", "1 of forward", "Weight file: 26 tensors", "recorded on"):
         assert text in seen
     tensors = rows(data, "Tensors, as they lie in the file")
     assert {row[0]: row[5] for row in tensors} == {name: digest[:16] for name, digest in stamp["digests"].items()}
@@ -243,7 +223,7 @@ def test_a_report_of_a_delta(inspect: Inspect) -> None:
         ["layers.11.0.weight", "F32[4, 4]", 64, 48, "3 of 4 rows"],
     ]
     assert "changes    layers.10.0.weight, F32[4, 4]: 2 of 4 rows, 32 B" in inspect("d.safetensors")
-    assert json.loads(inspect("d.safetensors", "--json"))["changes"] == [
+    assert document("inspect", "d.safetensors")["changes"] == [
         {"weight": "head.bias", "nbytes": 8, "ranges": 1, "rows": None},
         {"weight": "layers.10.0.weight", "nbytes": 32, "ranges": None, "rows": 2},
         {"weight": "layers.11.0.weight", "nbytes": 48, "ranges": 1, "rows": 3},
@@ -258,12 +238,11 @@ def test_a_report_of_shards(inspect: Inspect) -> None:
 
 
 def test_goldens_are_inspected_alone(inspect: Inspect) -> None:
-    path = str(goldens_path("v1.safetensors"))
-    said = inspect(path)
-    document = json.loads(inspect(path, "--json"))
-    assert document["kind"] == "goldens file"
-    assert f"weights id {document['record']['weights_id']}\n" in said
-    assert "F32[3, 4]" in said
+    path = "v1.goldens.safetensors"
+    text, told = inspect(path), document("inspect", path)
+    assert told["kind"] == "goldens file"
+    assert f"weights id {told['record']['weights_id']}\n" in text
+    assert "F32[3, 4]" in text
     seen, data = report(inspect, path)
     assert "Goldens: 1 recorded call" in seen
     assert rows(data, "Inputs, and the outputs of the eager model") == [[0, "forward", "F32[3, 4]", "F32[3, 2]"]]
@@ -272,8 +251,8 @@ def test_goldens_are_inspected_alone(inspect: Inspect) -> None:
 
 def test_a_label_makes_no_goldens(inspect: Inspect, folder: Path) -> None:
     weights = pack(folder / "v1.safetensors", folder / "layers.artifact", out=folder / "l.safetensors", labels=CASES)
-    document = json.loads(inspect(weights.path.name, "--json"))
-    assert (document["kind"], document["stamp"]["labels"]) == ("weight file", CASES)
+    told = document("inspect", weights.path)
+    assert (told["kind"], told["stamp"]["labels"]) == ("weight file", CASES)
     assert load(folder / "layers.artifact", weights.path).weights_id == weights.weights_id
 
 
@@ -281,7 +260,7 @@ def test_names_cannot_reach_a_terminal_or_a_browser(inspect: Inspect) -> None:
     shown = "<img src=x onerror=alert(1)>.\\x1b[31m[red]"
     assert shown in inspect("evil.safetensors")
     assert "\x1b" not in inspect("evil.safetensors")
-    assert EVIL in json.loads(inspect("evil.safetensors", "--json"))["tensors"]
+    assert EVIL in document("inspect", "evil.safetensors")["tensors"]
     _, data = report(inspect, "evil.safetensors")
     assert [row[0] for row in rows(data, "Tensors, as they lie in the file")] == [shown, "b"]
     assert "<img src=x" not in Path("r.html").read_text()
@@ -289,8 +268,7 @@ def test_names_cannot_reach_a_terminal_or_a_browser(inspect: Inspect) -> None:
 
 def test_tree_and_json_exclude_each_other(inspect: Inspect) -> None:
     assert "--tree and --json: give only one" in inspect("layers.artifact", "--tree", "--json", status=2)
-    document = json.loads(inspect("layers.artifact", "--json", "--html", "both.html"))
-    assert document["kind"] == "artifact"
+    assert document("inspect", "layers.artifact", "--html", "both.html")["kind"] == "artifact"
     assert Path("both.html").exists()
 
 
