@@ -93,7 +93,7 @@ class FleetPlan(NamedTuple):
 
 
 class TrialRequest(NamedTuple):
-    """A trial on all nodes. Its fields are as of an `PrepareRequest`; `weights.since` is the start of the trial."""
+    """A trial on all nodes. Its fields are those of a `PrepareRequest`; `weights.since` is the start of the trial."""
 
     id: str
     source: str

@@ -183,7 +183,7 @@ Stop = Callable[[], None]
 
 
 class Listeners(Generic[P]):
-    """Callbacks, called in order, in the thread that calls `tell`."""
+    """Callbacks, called in order, in the thread that calls `notify`."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.all: tuple[Callable[P, object], ...] = ()
@@ -216,7 +216,6 @@ class Listeners(Generic[P]):
 
 
 LONGEST_BURST = 0.05  # seconds' worth of bytes that a rate-limited staging moves at once
-LONGEST_NAP = 0.02  # seconds within which a cancellation is noticed
 
 
 class Progress(NamedTuple):
@@ -287,7 +286,7 @@ class Job:
             turn = max(self._free_at, time.monotonic())
             self._free_at = turn + nbytes / self.rate_limit
         while (remaining := turn - time.monotonic()) > 0:
-            time.sleep(min(remaining, LONGEST_NAP))
+            time.sleep(min(remaining, POLL_SECONDS))
             self.check()
 
     def check(self) -> None:

@@ -117,7 +117,7 @@ class Members:
         self._recent: deque[Any] = deque(maxlen=8)
 
     def gather_documents(self, document: T) -> list[T]:
-        """OnStep the others a document, and return those of all, by rank. Raises TransferFailed."""
+        """Tell the others a document, and return those of all, by rank. Raises TransferFailed."""
         raw = msgspec.json.encode(document)
         try:
             most = max(int.from_bytes(length, "little") for length in self.gather(len(raw).to_bytes(8, "little")))
@@ -128,7 +128,7 @@ class Members:
             raise self.fail(error) from error
 
     def gather(self, raw: bytes) -> list[bytes]:
-        """OnStep the others bytes, of the same number on all ranks; return those of all, by rank.
+        """Tell the others bytes, of the same number on all ranks; return those of all, by rank.
 
         Raises TransferFailed, and torch's errors."""
         import torch

@@ -20,7 +20,7 @@ from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import StageCancelled
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import open_weights
-from weightswap_runtime.jobs import LONGEST_BURST, LONGEST_NAP, Job
+from weightswap_runtime.jobs import LONGEST_BURST, POLL_SECONDS, Job
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena, HostPatch, copy_ranges
 from weightswap_runtime.sources.byte_source import LocalFile
 from weightswap_runtime.staging.reading import read_tensors
@@ -147,7 +147,7 @@ def test_a_cancellation_is_noticed_at_once(moves: Moves, monkeypatch: pytest.Mon
     monkeypatch.setattr(moves.clock, "sleep", cancelled_in_the_third)
     with pytest.raises(StageCancelled):
         list(job.steps(0, 100))
-    assert naps == [LONGEST_NAP] * 3
+    assert naps == [POLL_SECONDS] * 3
 
 
 def test_without_a_limit_nothing_waits(moves: Moves) -> None:

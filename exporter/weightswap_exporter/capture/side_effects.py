@@ -164,7 +164,7 @@ class SideEffects(NamedTuple):
 
 @contextmanager
 def side_effects_of_calls(root: nn.Module) -> Iterator[SideEffects]:
-    """Give SideEffects that, when the block ends, name the attributes in which a call of `root` has left values.
+    """Yield what, when the block ends, names the attributes in which a call of `root` has left values.
 
     The block's end resets all attributes. torch's own check does not look into tuples.
     """

@@ -197,6 +197,7 @@ class Agreement:
         weights: each would have to stage them again, and might fail.
         """
         began = self._clock()
+        # a node that answers within half a lease has renewed it; only if we were suspended may a whole one have passed
         answers = self._nodes.call(names, request.lease / 2, NodeMethods.renew, request.id)
         is_late = self._clock() >= began + request.lease
         present = set(self._nodes.names())

@@ -34,7 +34,7 @@ class Others(Protocol):
     """The ranks after the first. Each does what it is told, one after another."""
 
     def send(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> None:
-        """OnStep all to call a method, and do not wait."""
+        """Tell all to call a method, and do not wait."""
         ...
 
     def ask(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> list[R]:

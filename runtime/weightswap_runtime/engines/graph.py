@@ -62,7 +62,8 @@ _MOST_BITS = 64  # of an integer: no operator takes a longer one
 # the schema's numbers of torch's constants; the first two are not dtypes of weight files
 _DTYPES = {9: "complex32", 11: "complex128"} | {row.code: row.torch or "" for row in DTYPES.values() if row.code}
 _MEMORY_FORMATS = {1: "contiguous_format", 2: "channels_last", 3: "channels_last_3d", 4: "preserve_format"}
-_LAYOUTS = {1: "sparse_coo", 7: "strided"}  # tensors of other layouts have indices that nobody checks
+# `operators` lets torch check the indices of sparse_coo; those of other layouts nobody checks
+_LAYOUTS = {1: "sparse_coo", 7: "strided"}
 _TABLES = {"as_scalar_type": _DTYPES, "as_memory_format": _MEMORY_FORMATS, "as_layout": _LAYOUTS}
 
 Result = TypeVar("Result")

@@ -70,9 +70,8 @@ class DesiredStore:
     returns the new desired state. It raises RevisionConflict, and DesiredError if the desired store cannot be read or
     written; then nothing has changed. `by` and `why` have at most 4,096 characters.
 
-    desired store: the path or URL. A local directory must exist. Writing to a URL needs a store with conditional
-    writes:
-    s3://. Other URLs can only be read (writing raises Unsupported).
+    desired_store: the path or URL. A local directory must exist. A URL can be written to where writes can be
+    conditional: s3://. Others can only be read (writing raises Unsupported).
     """
 
     def __init__(self, desired_store: Source) -> None:

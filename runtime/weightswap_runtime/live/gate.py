@@ -4,7 +4,7 @@ A *version* is one set of weights in one session under one generation. In double
 reference. In single residency it holds new calls, waits for the leases, and releases the calls after the copy.
 
 An interrupt at any instruction leaves the old weights or the new ones, and no lease that does not end. So a commit in
-place runs where none arrives (`threads.Uninterrupted`), and leases and stagings are objects that exist before they take
+place runs where none arrives (`jobs.Uninterrupted`), and leases and stagings are objects that exist before they take
 effect and count only while they are referenced: what an interrupted frame has left behind ends with the frame.
 """
 
@@ -169,25 +169,26 @@ class Gate(Generic[S]):
         thread = this_thread() if thread is None else thread
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            while self._held_since is not None or not self._hold_idle(session, deadline, check, thread):
+            # while `_hold_idle` waits, it lets the lock go, so that another commit may hold the calls, too
+            while self._held_since is not None or (since := self._hold_idle(session, deadline, check, thread)) is None:
                 self._changed.wait(POLL_SECONDS)
                 check()
                 self._check_open()
-            since = self._held_since or time.perf_counter()
         try:
             yield since
         finally:
             with self._lock:
                 self._let_go()
 
-    def _hold_idle(self, session: S, deadline: float | None, check: Callable[[], None], thread: object) -> bool:
-        """Hold new calls until `session` is idle. Return False, without a hold, if a pin is or becomes old."""
-        self._held_since, is_idle = time.perf_counter(), False
+    def _hold_idle(self, session: S, deadline: float | None, check: Callable[[], None], thread: object) -> float | None:
+        """Hold new calls until `session` is idle; return since when. None, with no hold, if a pin is or becomes old."""
+        self._held_since = since = time.perf_counter()
+        is_idle = False
         try:
             self._check_open()
             while _is_leased(session, deadline, thread):
                 if any(isinstance(lease, Pin) and lease.is_old for lease in _held_leases(session)):
-                    return False
+                    return None
                 self._changed.wait(POLL_SECONDS)
                 check()
                 self._check_open()
@@ -195,7 +196,7 @@ class Gate(Generic[S]):
         finally:
             if not is_idle:
                 self._let_go()
-        return is_idle
+        return since
 
     def _let_go(self) -> None:
         self._held_since = None
@@ -248,7 +249,7 @@ def _held_leases(session: Leasable) -> list[Claim]:
         lease = reference()
         if lease is not None and lease.holds:
             leases.append(lease)
-        elif session.leases.get(key) is reference:
+        elif session.leases.get(key) is reference:  # not another lease, which has the id of the dropped one by now
             del session.leases[key]
     return leases
 

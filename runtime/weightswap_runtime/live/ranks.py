@@ -186,7 +186,7 @@ class Ranks:
                 raise
 
     def _gather(self, vote: Vote) -> list[Vote]:
-        """OnStep all ranks a vote, and return those of all. Raises RanksLost."""
+        """Tell all ranks a vote, and return those of all. Raises RanksLost."""
         if self.lost is not None:
             raise RanksLost(str(self.lost))
         try:

@@ -273,7 +273,7 @@ class Accelerator:
         stream.wait_event(mark)
 
     def lend(self, buffer: Any, stream: Any) -> None:
-        """OnStep torch's allocator that a stream uses memory."""
+        """Tell torch's allocator that a stream uses memory."""
         buffer.tensor.record_stream(stream)
 
 

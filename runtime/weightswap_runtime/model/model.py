@@ -321,7 +321,7 @@ class Model(ServedModel):
         written. The next poll reverts swaps and rollbacks made by hand. `Follower.wait()` waits for the first weights,
         and `Follower.status` says which weights are desired and which are served.
 
-        desired store: a directory, or the URL of a folder, with a `desired.json` that `DesiredStore`, `weightswap
+        desired_store: a directory, or the URL of a folder, with a `desired.json` that `DesiredStore`, `weightswap
           desired`, `watch(promote=...)` or `publish(promote=...)` writes. The document may appear later.
         by: the requester for receipts, if the document does not name one.
         options: those of `watch`.

@@ -61,7 +61,7 @@ class Vote(msgspec.Struct, frozen=True):
 
 
 def vote(members: Members) -> Refusal | None:
-    """OnStep the others that this rank goes on. Return the refusal of the first that does not. Raises
+    """Tell the others that this rank goes on. Return the refusal of the first that does not. Raises
     TransferFailed."""
     return next((each.refusal for each in members.gather_documents(Vote()) if each.refusal is not None), None)
 
@@ -99,7 +99,7 @@ class GroupLink:
         return msgspec.convert(outcomes[0].receipt, SwapReceipt)
 
     def idle(self) -> None:
-        """OnStep the others that there is nothing to send."""
+        """Tell the others that there is nothing to send."""
         self._turn(Turn())
 
     def _turn(self, turn: Turn) -> None:
@@ -272,7 +272,7 @@ class _Arrival:
             raise refusal.as_error()
 
     def refuse(self, error: Exception) -> None:
-        """OnStep the others why this rank does not serve the weights, when they ask. Raises TransferFailed."""
+        """Tell the others why this rank does not serve the weights, when they ask. Raises TransferFailed."""
         members, refusal = self._members, Refusal.of(error)
         if members.failure is not None:
             raise members.failure

@@ -268,7 +268,7 @@ class Gathering:
                 raise DigestMismatch(MEMORY, [text], "Send it again.")
 
     def end(self, outcome: Outcome) -> None:
-        """OnStep the other ranks what became of the weights. Raises TransferFailed."""
+        """Tell the other ranks what became of the weights. Raises TransferFailed."""
         if self._members.failure is not None:
             return
         if not self._has_voted:

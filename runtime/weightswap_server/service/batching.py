@@ -24,8 +24,10 @@ from weightswap_server.errors import NotReady, Overloaded, UnknownModel
 from weightswap_server.methods import Flat, Outputs, ServedMethod
 from weightswap_server.protocol import Answer, write_variants
 
-QUICK = 1e-3  # seconds: a call that takes no longer may run in the thread that received the request
-_TOLERATED, _MAX_OWED = 4, 1000  # in units of QUICK: the excess time that is forgiven, and the most that is remembered
+# seconds: a call that takes no longer may run in the thread that received the request, whose other connections wait
+QUICK = 1e-3
+# in units of QUICK: the excess time that is taken for noise, and the most that later quick calls have to make up for
+_TOLERATED, _MAX_OWED = 4, 1000
 
 CallSoon = Callable[[Callable[[], None]], object]
 Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer, its start time, the batch's size
@@ -78,7 +80,8 @@ class Task:
 
 
 class ModelThread:
-    """The thread that calls one model. It is only one, as each calling thread has an OpenMP pool of its own."""
+    """The thread that calls one model. It is only one, as each calling thread has an OpenMP pool of its own; calls that
+    are too quick for a pool may run in the event loop's thread."""
 
     def __init__(self, model: ServedModel, *, max_queue: int, max_delay: float, observe: Observe) -> None:
         self._model = model
@@ -155,7 +158,7 @@ class ModelThread:
                 self._gather(batch, self.limits[first.method] - first.rows)
                 if self._is_quick(first.method, sum([call.nbytes for call in batch])):
                     return batch
-                self._queue.extendleft(reversed(batch))
+                self._queue.extendleft(reversed(batch))  # before other kinds: the model's thread takes this batch next
             self._changed.notify()
         return ()
 
