@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from threading import RLock, local
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from .errors import OutOfMemory, StageCancelled, Unsupported, is_number
+from .errors import StageCancelled, Unsupported, is_number
 from .threads import is_lost
 
 POLL_SECONDS = 0.02  # within which an abandoned claim or a cancellation is noticed
@@ -102,11 +102,10 @@ class Uninterrupted:
 
     Signal handlers run in the main thread alone, so there `run` lets another thread do the work. The interrupt is
     raised at the end of the block, when what the work has done is noted. The work itself may look for it with `check`,
-    which first calls another such function. thread: the token of the thread that waits for the work.
+    which first calls another such function.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
-        self.thread = this_thread()
         self._check = check
         self._interrupt: BaseException | None = None
 
@@ -124,17 +123,19 @@ class Uninterrupted:
             raise self._interrupt
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do the work; when it has ended, return its result or raise its error. Raises OutOfMemory for no thread."""
+        """Do the work; when it has ended, return its result or raise its error."""
         if threading.current_thread() is not threading.main_thread():
             return work()
         once = _Once(work)
-        while True:
-            try:
-                once.do_in_thread()
-                break
+        ended = False
+        while not ended:
+            try:  # twice, as another signal's interrupt may leave the handler of the first
+                while not ended:
+                    try:
+                        ended = once.do_in_thread()
+                    except BaseException as error:
+                        self._interrupt = error
             except BaseException as error:
-                if isinstance(error, RuntimeError) and once.call_off():
-                    raise OutOfMemory(f"cannot start a thread to commit in ({error})") from error
                 self._interrupt = error
         if once.errors:
             raise once.errors.pop()
@@ -151,25 +152,23 @@ class _Once(Generic[T]):
         self._ended = threading.Lock()
         self._ended.acquire()
 
-    def do_in_thread(self) -> None:
-        """Return when a thread has done the work. After an interrupt, call it again."""
+    def do_in_thread(self) -> bool:
+        """Return True when a thread has done the work. After an interrupt, call it again."""
         while not (self.results or self.errors):
             if self._to_do:
-                _thread.start_new_thread(self._do, ())
+                try:
+                    _thread.start_new_thread(self._do, ())
+                except RuntimeError as error:
+                    if not str(error).startswith("can't"):  # it is a signal handler's
+                        raise
+                    self._do()  # no thread can be started. If an interrupt divides it, the model says that it failed
             self._ended.acquire(timeout=POLL_SECONDS)
-
-    def call_off(self) -> bool:
-        """Return whether no thread has begun the work, and none will."""
-        return self._claim() is not None
-
-    def _claim(self) -> Callable[[], T] | None:
-        try:
-            return self._to_do.pop()
-        except IndexError:
-            return None
+        return True
 
     def _do(self) -> None:
-        if (work := self._claim()) is None:
+        try:
+            work = self._to_do.pop()
+        except IndexError:  # another thread has it
             return
         try:
             self.results.append(work())

@@ -138,7 +138,8 @@ class Gate(Generic[S]):
         """Wait until `session` is not leased. Raises WaitTimeout, and what `check` raises meanwhile."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            while _is_leased(session, deadline, this_thread()):
+            _check_not_mine(session)
+            while _is_leased(session, deadline):
                 self._changed.wait(POLL_SECONDS)
                 check()
                 self._check_open()
@@ -155,22 +156,24 @@ class Gate(Generic[S]):
             self._failure = None
             return time.perf_counter() - start
 
+    def check_not_pinned_here(self) -> None:
+        """Raise WaitTimeout if this thread has a lease on the current version: a commit in place would wait for it."""
+        if (current := self._current) is not None:
+            with self._lock:
+                _check_not_mine(current.session)
+
     @contextmanager
-    def hold(
-        self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None, thread: object = None
-    ) -> Iterator[float]:
+    def hold(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> Iterator[float]:
         """Hold new calls and wait for the leases on `session`; yield the time.perf_counter() since when. Calls go on
         when the block ends.
 
-        While a pin is old, calls are not held: a pin that is never released must not stop the service. thread: the
-        token of the one that waits for the commit (this one by default): its own leases would never end. Raises
+        While a pin is old, calls are not held: a pin that is never released must not stop the service. Raises
         WaitTimeout, and what `check` raises meanwhile.
         """
-        thread = this_thread() if thread is None else thread
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             # while `_hold_idle` waits, it lets the lock go, so that another commit may hold the calls, too
-            while self._held_since is not None or (since := self._hold_idle(session, deadline, check, thread)) is None:
+            while self._held_since is not None or (since := self._hold_idle(session, deadline, check)) is None:
                 self._changed.wait(POLL_SECONDS)
                 check()
                 self._check_open()
@@ -180,13 +183,13 @@ class Gate(Generic[S]):
             with self._lock:
                 self._let_go()
 
-    def _hold_idle(self, session: S, deadline: float | None, check: Callable[[], None], thread: object) -> float | None:
+    def _hold_idle(self, session: S, deadline: float | None, check: Callable[[], None]) -> float | None:
         """Hold new calls until `session` is idle; return since when. None, with no hold, if a pin is or becomes old."""
         self._held_since = since = time.perf_counter()
         is_idle = False
         try:
             self._check_open()
-            while _is_leased(session, deadline, thread):
+            while _is_leased(session, deadline):
                 if any(isinstance(lease, Pin) and lease.is_old for lease in _held_leases(session)):
                     return None
                 self._changed.wait(POLL_SECONDS)
@@ -224,14 +227,18 @@ class Gate(Generic[S]):
         )
 
 
-def _is_leased(session: Leasable, deadline: float | None, thread: object) -> bool:
-    """Return whether a session is leased. Raises WaitTimeout if `thread` has a lease, or `deadline` has passed."""
-    leases = _held_leases(session)
-    if any(lease.thread is thread for lease in leases):
+def _check_not_mine(session: Leasable) -> None:
+    """Raise WaitTimeout if this thread has a lease, which would not end while it waits."""
+    if any(lease.thread is this_thread() for lease in _held_leases(session)):
         raise WaitTimeout(
             "this thread itself has pinned the weights that would be overwritten; first leave the `with model.pin()` "
             'block, or close the context with on_swap="pin"'
         )
+
+
+def _is_leased(session: Leasable, deadline: float | None) -> bool:
+    """Return whether a session is leased. Raises WaitTimeout if it is and `deadline` has passed."""
+    leases = _held_leases(session)
     if leases and deadline is not None and time.monotonic() >= deadline:
         held = Counter(lease.what if isinstance(lease, Pin) else "call" for lease in leases)
         holders = " and ".join(plural(number, what) for what, number in held.items())

@@ -358,7 +358,7 @@ class Single:
         """
         kept = self._snapshot(source)
         undo = self._undo(source, staged, kept)
-        with self._gate.hold(self._live, timeout, caller.check, caller.thread) as since, ExitStack() as writing:
+        with self._gate.hold(self._live, timeout, caller.check) as since, ExitStack() as writing:
             writing.enter_context(self._live.arena.writing(urgent=True))  # a refusal here leaves the model as it is
             with self._failed_by_errors():
                 before, self._previous = self._previous, kept

@@ -399,6 +399,7 @@ class WeightStore:
         """
         if self.residency == "double":
             return commit()  # one reference is exchanged
+        self.gate.check_not_pinned_here()  # here: a signal handler may call the model while another thread commits
         if self.ranks is None:
             return caller.run(commit)
         made: list[Commit] = []
