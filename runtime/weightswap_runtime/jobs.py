@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from threading import RLock, local
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from .errors import StageCancelled, Unsupported, is_number
+from .errors import ModelFailed, StageCancelled, Unsupported, is_number
 from .threads import is_lost
 
 POLL_SECONDS = 0.02  # within which an abandoned claim or a cancellation is noticed
@@ -146,6 +146,7 @@ class _Once(Generic[T]):
     """Work that is done once, in a thread. Its parts are in C: an interrupt may leave a Thread or an Event broken."""
 
     def __init__(self, work: Callable[[], T]) -> None:
+        self._process = _process
         self._to_do = [work]  # for one thread: an interrupt may hide from its starter that it has started
         self.results: list[T] = []
         self.errors: list[BaseException] = []
@@ -155,7 +156,9 @@ class _Once(Generic[T]):
     def do_in_thread(self) -> bool:
         """Return True when a thread has done the work. After an interrupt, call it again."""
         while not (self.results or self.errors):
-            if self._to_do:
+            if self._process != _process:
+                self.errors.append(ModelFailed("the process was forked during a commit; load the model in the child"))
+            elif self._to_do:
                 try:
                     _thread.start_new_thread(self._do, ())
                 except RuntimeError as error:

@@ -81,6 +81,11 @@ class Gate(Generic[S]):
         self._held_since: float | None = None  # time.perf_counter() from which on a commit holds new calls
         self._failure: str | None = None
         self._closed = False
+        renew_in_children(self)
+
+    def _renew(self) -> None:
+        if self._held_since is not None:  # its thread is lost, and its copy as well
+            self._held_since, self._failure = None, "the process was forked meanwhile"
 
     @property
     def current(self) -> Version[S] | None:

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -20,7 +21,7 @@ from weightswap_runtime.errors import (
     check_timeout,
 )
 from weightswap_runtime.format.identity import Identity, Nonfinite
-from weightswap_runtime.jobs import POLL_SECONDS, Claim, Job, Progress, renew_in_children
+from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, Job, Progress, renew_in_children
 from weightswap_runtime.staging.given import GivenWeights
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Kind, StagingReport, SwapRequest
 from weightswap_runtime.threads import Background, forget_frames, in_thread, stop_at_end
@@ -51,7 +52,13 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         renew_in_children(self)
         # It is under way until `done`, then ready as long as `_work.weights` are there: until they are committed or
         # discarded. A discard during a commit, which holds `_closing`, is only requested: it happens if that fails.
-        self._committing = self._discard_requested = False
+        self._commit_claim: ClaimReference | None = None  # ends with the commit's frame, even if it was interrupted
+        self._discard_requested = False
+
+    @property
+    def _committing(self) -> bool:
+        claim = self._commit_claim() if self._commit_claim else None
+        return claim is not None and claim.holds
 
     def _renew(self) -> None:
         # reentrant: a listener may discard during a commit; or fork, and not return in the child, as in `Turns`
@@ -133,7 +140,10 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def _discard(self) -> None:
         if self._committing:
             self._discard_requested = True
-        elif self._work.weights is not None:
+        elif (weights := self._work.weights) is not None:
+            if self._is_served(weights):  # by a commit that was interrupted before it had noted that
+                self._close("committed")
+                return
             self._close("discarded")
             self._work.emit_discarded(self.report)
 
@@ -226,13 +236,14 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         return {"weights": weights.identity.weights_id, "trials": str(weights.trials), "kind": weights.report.kind}
 
     def _commit(self, timeout: float | None) -> SwapReceipt:
+        claim = Claim()
         with self._closing:
             weights = self._opened()
             try:
-                self._committing = True
+                self._commit_claim = weakref.ref(claim)
                 receipt = self._work.commit(weights, timeout)
             except BaseException:
-                self._committing = False
+                claim.end()
                 if self._is_served(weights):  # the exception came after the commit
                     self._close("committed")
                 elif self._discard_requested:
@@ -269,10 +280,9 @@ class Staged(Caller, AbstractContextManager["Staged"]):
 
     def _close(self, phase: str) -> None:
         """Free the weights' memory, and release the claim on staging."""
-        self._work.weights = None
-        self._committing = False
+        self._work.ticket.end()  # first: what follows is done by a discard if an interrupt comes between
+        self._work.weights = self._commit_claim = None
         self._work.job.end(phase)
-        self._work.ticket.end()
 
     def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
         lease = Claim()

@@ -12,7 +12,9 @@ import pytest
 
 from tests.support.forks import in_a_child
 from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
-from weightswap_runtime import Event, Model, StageClosed, load
+from weightswap_runtime import Event, Model, ModelFailed, StageClosed, load
+from weightswap_runtime.jobs import Job
+from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.memory.arena import HostArena
 
 
@@ -127,6 +129,68 @@ def test_a_signal_handler_that_calls_the_model_gets_an_answer_after_the_commit(
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     assert answers == [True]
+
+
+@pytest.mark.usefixtures("_alarm")
+def test_two_signals_at_once_let_a_commit_in_place_end(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tiny.path, weight_file(0), residency="single")
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+
+    def interrupts() -> None:
+        signal.raise_signal(signal.SIGALRM)
+        signal.raise_signal(signal.SIGUSR1)
+        time.sleep(0.1)  # the copy is made after both were raised
+
+    in_copies(model, monkeypatch, interrupts)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.swap(weight_file(1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert serves(model, 1)
+    assert model.history[-1].generation == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_an_interrupted_commit_has_staged_can_be_discarded(
+    late: bool, tiny: TinyArtifact, weight_file: WriteWeights, residency: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """late: the interrupt comes when the weights are served already, while the claim on stagings ends."""
+    model = load(tiny.path, weight_file(0), residency=residency)
+    staged = model.stage(weight_file(1))
+
+    def interrupt(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job if late else WeightStore, "end" if late else "commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        staged.commit()
+    staged.discard()
+    assert serves(model, int(late))
+    model.stage(weight_file(2)).discard()  # not StagingBusy
+
+
+def test_a_child_that_is_forked_in_a_commit_in_place_is_told_to_load(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tiny.path, weight_file(0), residency="single")
+    outcomes: list[bool] = []
+
+    def fork() -> None:
+        def child() -> bool:
+            with pytest.raises(ModelFailed, match="was forked"):
+                model(X)
+            return True
+
+        outcomes.append(in_a_child(child))
+
+    in_copies(model, monkeypatch, fork)
+    model.swap(weight_file(1))
+    assert outcomes == [True]
+    assert serves(model, 1)
 
 
 def in_copies(model: Model, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
