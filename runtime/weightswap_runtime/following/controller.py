@@ -130,6 +130,14 @@ class Controller:
         return self.store.previous_id == weights_id
 
     @property
+    def is_noted(self) -> bool:
+        """False while a commit of this controller is served whose receipt is not in the history yet."""
+        if not any(change.phase == "committing" for change in self.open):
+            return True
+        current, receipts = self.store.gate.current, self.store.history
+        return current is None or (len(receipts) > 0 and receipts[-1].generation >= current.generation)
+
+    @property
     def serves_nothing(self) -> bool:
         return self.store.gate.current is None
 

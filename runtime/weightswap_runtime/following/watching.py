@@ -309,8 +309,8 @@ class Follower(Watching):
 
     def _agrees_on(self, revision: int) -> bool:
         status, target = self.status, self._target
-        is_committing = target is not None and any(change.phase == "committing" for change in target.open)
-        return status.agrees and (status.revision or 0) >= revision and not is_committing
+        is_noted = target is None or target.is_noted
+        return status.agrees and (status.revision or 0) >= revision and is_noted
 
     def __repr__(self) -> str:
         return self._described(self.desired_store.where)

@@ -374,8 +374,11 @@ class WeightStore:
             ticket.end()
 
     def _check_previous(self, expect: str | None) -> None:
-        if expect is not None and self.previous_id != expect:
-            raise NothingToRollBack(f"the weights {expect[:12]} are not those that were served before")
+        previous = self.previous_id
+        if expect not in (None, previous):
+            raise NothingToRollBack(f"the weights {str(expect)[:12]} are not those that were served before")
+        if previous is None:
+            self._residency.rollback(None, Uninterrupted())  # says why there is nothing
 
     def is_free(self, patience: float, deadline: float) -> bool:
         """Wait until no pin holds memory that a commit in place needs, for `patience` seconds; return whether it is so.
@@ -420,8 +423,6 @@ class WeightStore:
         def ready() -> dict[str, str] | None:
             self.turns.claim(ticket, None, None)  # no wait: no other thread of this rank could end a staging meanwhile
             self._check_previous(expect)
-            if self.previous_id is None:
-                self._residency.rollback(timeout, Uninterrupted())  # says why there is nothing
             return {"weights": str(self.previous_id)} if self.is_free(ranks.patience, deadline) else None
 
         ranks.agree("rollback", ready)

@@ -139,6 +139,18 @@ def test_a_wait_ends_when_the_receipt_is_there(model: Model, service: Service, m
         assert model.history[-1].weights_id == model.weights_id
 
 
+def test_a_callback_may_wait_for_what_it_is_told_of(model: Model, service: Service) -> None:
+    waited: list[bool] = []
+
+    def wait(event: Event) -> None:
+        if event.kind == "committed":
+            waited.append(follower.wait(20))
+
+    with model.follow(service.folder, SOON, callback=wait) as follower:
+        service.set(1)
+        assert eventually(lambda: waited == [True])
+
+
 def test_a_model_without_weights_says_that_it_waits_for_the_first(tiny: TinyArtifact, service: Service) -> None:
     events: list[Event] = []
     service.desired_store.hold(revision=0)
