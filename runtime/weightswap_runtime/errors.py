@@ -375,7 +375,7 @@ class Unsupported(WeightswapError):
 
 
 class ExportError(WeightswapError):
-    """The build side refused, or a recipe cannot be loaded or used; nothing was written."""
+    """The build side refused; nothing was written."""
 
 
 class CaptureError(ExportError):

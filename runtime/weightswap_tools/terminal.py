@@ -29,7 +29,7 @@ from rich.progress import (
 from rich.table import Table
 
 from weightswap_runtime.engines.choosing import EngineName
-from weightswap_runtime.errors import ExportError, MissingExtra, Unsupported, WeightswapError, encode_json, visible
+from weightswap_runtime.errors import MissingExtra, Unsupported, WeightswapError, encode_json, visible
 from weightswap_runtime.format.cuts import part_of_rank
 from weightswap_runtime.format.manifest import Cut, Manifest
 from weightswap_runtime.format.names import Keys
@@ -51,7 +51,7 @@ from weightswap_runtime.tensors import DTYPES
 
 _CONTROLS = re.compile(rb"\x7f|\xc2[\x80-\x9f]")  # DEL and the C1 controls, which JSON leaves unescaped
 _SHOWN_WARNINGS = (UserWarning, RuntimeWarning)
-_USAGE_ERRORS = {ExportError, MissingExtra, Unsupported}  # but not CaptureError and others, which are answers
+_USAGE_ERRORS = (MissingExtra, Unsupported)
 _PLAIN = {"BOOL": "truth value", "BF16": "bfloat16 number", "C64": "64-bit complex number"}
 
 
@@ -254,7 +254,7 @@ def errors_as_exit(as_json: bool, more: Mapping[str, Any] | None = None) -> Iter
             kind, problems = type(error).__name__, getattr(error, "problems", ())
             document = {"error": kind, "reason": error.reason, "message": str(error), "problems": problems}
             print_json({**document, **(more or {})})
-        raise typer.Exit(2 if type(error) in _USAGE_ERRORS else 1) from error
+        raise typer.Exit(2 if isinstance(error, _USAGE_ERRORS) else 1) from error
     except BrokenPipeError:
         raise
     except OSError as error:

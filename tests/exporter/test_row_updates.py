@@ -207,7 +207,7 @@ def test_the_published_model_may_be_a_wrapped_one(wrap: Callable[[nn.Module], nn
     assert packed.weights_id == training.weights_id
 
 
-WRITE = "weightswap_runtime.format.safetensors.StampedFile._write_tensor"
+WRITE = "weightswap_runtime.format.canonical.StampedFile._write_tensor"
 
 
 def broken(*_: object) -> None:

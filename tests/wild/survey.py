@@ -131,7 +131,7 @@ def _smallest(model_type: str, folder: Path) -> tuple[Any, dict[str, Any]] | Out
             continue
         try:
             return model, sample_inputs(model).kwargs
-        except ExportError as error:
+        except Unsupported as error:
             unknown = Outcome(UNKNOWN, reason=str(error))
         if "is not known here" in unknown.reason or time.process_time() - start > _SECONDS_FOR_SIZES:
             break

@@ -30,7 +30,6 @@ from weightswap_runtime import Artifact
 from weightswap_runtime.errors import (
     CaptureError,
     CheckpointError,
-    ExportError,
     MissingExtra,
     Unsupported,
     WeightFileError,
@@ -62,8 +61,8 @@ def directory_recipe(
     on_step: a callback that gets the name of each step.
     The `checkpoint` describes the weights in the directory if this version of transformers writes them in another form.
 
-    Raises ExportError if the directory does not say enough or the eager model refuses the inputs, Unsupported for
-    quantised models, and MissingExtra without transformers.
+    Raises Unsupported if the directory does not say enough, the eager model refuses the inputs, or the model is
+    quantised, and MissingExtra without transformers.
     """
     model = directory_model(directory, hollow=hollow)
     on_step("trying sample inputs with the eager model")
@@ -129,7 +128,7 @@ def export_generating(
         try:
             model.generation_config = GenerationConfig.from_pretrained(directory)
         except (OSError, ValueError, TypeError) as error:
-            raise ExportError(f"{directory}: generation_config.json cannot be read ({first_line(error)})") from error
+            raise Unsupported(f"{directory}: generation_config.json cannot be read ({first_line(error)})") from error
     form = _older_form(Path(directory), model)
     return export_decoder(model, out=out, length=length, batch=batch, checkpoint=form, engines=engines, on_step=on_step)
 
@@ -185,7 +184,7 @@ def directory_model(directory: str | os.PathLike[str], *, hollow: bool = True) -
         except CaptureError:
             raise
         except Exception as error:
-            raise ExportError(
+            raise Unsupported(
                 *f"{directory}: the model cannot be built from {CONFIG_NAME}: {error}".splitlines()
             ) from error
     return model.eval()
@@ -194,13 +193,13 @@ def directory_model(directory: str | os.PathLike[str], *, hollow: bool = True) -
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_NAME
     if not path.is_file():
-        raise ExportError(f"{directory}: has no {CONFIG_NAME}; hf: takes the local directory of a transformers model")
+        raise Unsupported(f"{directory}: has no {CONFIG_NAME}; hf: takes the local directory of a transformers model")
     try:
         settings = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ExportError(f"{path}: cannot be read as JSON ({error})") from error
+        raise Unsupported(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
-        raise ExportError(f"{path}: names no model_type, so it is not the configuration of a transformers model")
+        raise Unsupported(f"{path}: names no model_type, so it is not the configuration of a transformers model")
     if settings.get("quantization_config"):
         raise Unsupported(f"{path}: the model is quantised and cannot be exported; give the original's directory")
     return settings
@@ -214,7 +213,7 @@ def _parse(directory: Path, settings: Mapping[str, Any]) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ExportError(*f"{directory / CONFIG_NAME}: transformers cannot use it: {error}".splitlines()) from error
+        raise Unsupported(*f"{directory / CONFIG_NAME}: transformers cannot use it: {error}".splitlines()) from error
 
 
 def _maker(directory: Path, settings: Mapping[str, Any]) -> Callable[..., Any]:
@@ -231,11 +230,11 @@ def _maker(directory: Path, settings: Mapping[str, Any]) -> Callable[..., Any]:
     return make
 
 
-def _unknown(directory: Path, what: str, settings: Mapping[str, Any]) -> ExportError:
+def _unknown(directory: Path, what: str, settings: Mapping[str, Any]) -> Unsupported:
     import transformers
 
     code = " Code from the directory (auto_map) is never run." if settings.get("auto_map") else ""
-    return ExportError(
+    return Unsupported(
         f"{directory}: transformers {transformers.__version__} has no {what}.{code} Write a recipe that builds it: a "
         "function that returns what export() takes, as file.py:function."
     )

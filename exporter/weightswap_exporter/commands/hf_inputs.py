@@ -20,7 +20,7 @@ from torch.export import Dim
 from weightswap_exporter.modules.libraries import without_cache
 from weightswap_exporter.modules.stand_ins import first_line, frame_of, restored, wants_values
 from weightswap_exporter.modules.tensors import is_fake
-from weightswap_runtime.errors import ExportError
+from weightswap_runtime.errors import Unsupported
 
 from .hf_makers import MAKERS, Input, Subject
 
@@ -70,7 +70,7 @@ def sample_inputs(model: Any, length: int = 16, *, pictures: bool = False) -> In
     They are guessed from the parameter names of `forward` and the configuration. If a call needs values that a skeleton
     lacks, the inputs count as accepted. pictures: also give images to a model that takes text alone.
 
-    Raises ExportError with the inputs that were tried if the model accepts none of them.
+    Raises Unsupported with the inputs that were tried if the model accepts none of them.
     """
     subject = Subject(model, length)
     refused: list[tuple[Inputs, Exception]] = []
@@ -97,22 +97,22 @@ def _batch_of_one(guess: Inputs) -> Inputs:
 def inputs_of_user(model: Any, function: InputFunction) -> Inputs:
     """Return the inputs that the user's function gives, with a dynamic batch if all tensors share it.
 
-    Raises ExportError if `forward` does not take such arguments, or the eager model refuses them.
+    Raises Unsupported if `forward` does not take such arguments, or the eager model refuses them.
     """
     who = type(model).__name__
     result = function(model)
     if not isinstance(result, tuple | Mapping):
-        raise ExportError(f"--inputs: returned a {type(result).__qualname__}; expected a tuple or a dict for forward")
+        raise Unsupported(f"--inputs: returned a {type(result).__qualname__}; expected a tuple or a dict for forward")
     args, kwargs = (result, {}) if isinstance(result, tuple) else ((), result)
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        raise ExportError(f"--inputs: not what the forward of {who} takes: {error}") from error
+        raise Unsupported(f"--inputs: not what the forward of {who} takes: {error}") from error
     inputs = {name: value for name, value in bound.arguments.items() if name != "kwargs"} | dict(kwargs)
     raised = _try(model, inputs)
     if raised is not None and not wants_values(raised):
         why = f"{frame_of(raised)}{first_line(raised)}"
-        raise ExportError(f"--inputs: the eager {who} refuses {describe(inputs)}: {why}") from raised
+        raise Unsupported(f"--inputs: the eager {who} refuses {describe(inputs)}: {why}") from raised
     return _batched(inputs)
 
 
@@ -132,12 +132,12 @@ def _dummy_inputs(subject: Subject) -> list[Inputs]:
     return [_batched(inputs)] if inputs.keys() <= set(subject.takes) else []
 
 
-def _refusal(subject: Subject, refused: Sequence[tuple[Inputs, Exception]]) -> ExportError:
+def _refusal(subject: Subject, refused: Sequence[tuple[Inputs, Exception]]) -> Unsupported:
     first_guesses = {f"{frame_of(error)}{first_line(error)}": guess for guess, error in reversed(refused)}
     lines = [f"  - {describe(guess.kwargs)}: {text}" for text, guess in reversed(first_guesses.items())]
     who = f"{type(subject.model).__name__} (model type {subject.config.model_type!r})"
     what = "accepts none of the inputs that were guessed" if lines else "what to give to its forward is not known here"
-    return ExportError(
+    return Unsupported(
         f"{who}: {what}; it takes {', '.join(subject.takes) or 'nothing'}",
         *lines[:_MOST_SHOWN],
         "Give others with --inputs FILE.py:function: a function that gets the model and returns what forward takes.",

@@ -47,7 +47,7 @@ def export_recipe(
     the model is an `hf:DIR` language model that is to generate. ranks: their number, for a model that is split: by its
     own plan, or by that of the recipe's `parallel`.
 
-    Raises ExportError for a recipe that cannot be used, and the errors of `export()`.
+    Raises Unsupported for a recipe that cannot be used, and the errors of `export()`.
     """
     if recipe.startswith(_HF):
         with _quiet_libraries():
@@ -65,7 +65,7 @@ def export_recipe(
             )
         return compile_engines(artifact, engines, on_step=on_step) if engines else artifact
     if caches is not None:
-        raise ExportError(f"{recipe}: --task generate is for hf:DIR; elsewhere, call export_decoder() from Python")
+        raise Unsupported(f"{recipe}: --task generate is for hf:DIR; elsewhere, call export_decoder() from Python")
     arguments = _with_goldens(load_recipe(recipe, skeleton=skeleton, inputs=inputs, pictures=pictures), goldens)
     if ranks is not None:
         given = arguments.get("parallel")
@@ -84,7 +84,7 @@ def load_recipe(
     """Run a recipe and return keyword arguments for `export()`.
 
     skeleton: run it under `skeleton()`; otherwise the model of `hf:DIR` has random weights. inputs, pictures: as for
-    `directory_recipe`, with `inputs` as file.py:function. Raises ExportError, which says where the recipe failed.
+    `directory_recipe`, with `inputs` as file.py:function. Raises Unsupported, which says where the recipe failed.
     """
     if recipe.startswith(_HF):
         from .hf_directory import directory_recipe
@@ -93,7 +93,7 @@ def load_recipe(
         with _quiet_libraries():
             return directory_recipe(source, hollow=skeleton, inputs=function, pictures=pictures)
     if inputs or pictures:
-        raise ExportError(f"{recipe}: --inputs and --pictures are for hf:DIR; a recipe returns args and kwargs itself")
+        raise Unsupported(f"{recipe}: --inputs and --pictures are for hf:DIR; a recipe returns args and kwargs itself")
     function = _load_function(recipe)
     with skeleton_context() if skeleton else nullcontext():
         result = _run(recipe, function)
@@ -137,10 +137,10 @@ def _input_fn(inputs: str | None) -> Callable[[Any], Any] | None:
 def _load_function(recipe: str) -> Callable[..., Any]:
     source, colon, name = recipe.rpartition(":")
     if not colon or not source or not name:
-        raise ExportError(f"{recipe!r} is not a recipe: {_FORM}")
+        raise Unsupported(f"{recipe!r} is not a recipe: {_FORM}")
     function = getattr(_run(recipe, lambda: _import(source)), name, None)
     if not callable(function):
-        raise ExportError(f"{recipe}: {source} has no function {name!r}")
+        raise Unsupported(f"{recipe}: {source} has no function {name!r}")
     loaded: Callable[..., Any] = function
     return loaded
 
@@ -148,12 +148,12 @@ def _load_function(recipe: str) -> Callable[..., Any]:
 def _run(recipe: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
-    except ExportError:
+    except (ExportError, Unsupported):
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if frame.filename.startswith("<") else f" ({Path(frame.filename).name}, line {frame.lineno})"
-        raise ExportError(*f"{recipe}: raised {type(error).__name__}: {error}{where}".splitlines()) from error
+        raise Unsupported(*f"{recipe}: raised {type(error).__name__}: {error}{where}".splitlines()) from error
 
 
 def _import(source: str) -> ModuleType:
@@ -162,7 +162,7 @@ def _import(source: str) -> ModuleType:
         return importlib.import_module(source)
     path = Path(source).resolve()
     if not path.is_file():
-        raise ExportError(f"{source}: no such file; {_FORM}")
+        raise Unsupported(f"{source}: no such file; {_FORM}")
     sys.path.insert(0, str(path.parent))  # a recipe may import its neighbours
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -178,13 +178,13 @@ def _arguments(recipe: str, result: Any) -> dict[str, Any]:
         return dict(zip(("model", "args", "kwargs"), result, strict=False))
     if isinstance(result, Mapping) and "model" in result:
         if "out" in result:
-            raise ExportError(f"{recipe}: returned `out`, which the command line sets")
+            raise Unsupported(f"{recipe}: returned `out`, which the command line sets")
         known = inspect.signature(export).parameters
         if unknown := [key for key in result if key not in known]:
-            raise ExportError(f"{recipe}: returned {unknown}; export() takes {', '.join(known)}")
+            raise Unsupported(f"{recipe}: returned {unknown}; export() takes {', '.join(known)}")
         return dict(result)
     keys = f" with the keys {list(result)}" if isinstance(result, Mapping) else ""
-    raise ExportError(
+    raise Unsupported(
         f"{recipe}: returned a {type(result).__qualname__}{keys}; expected a dict with `model` and other arguments of "
         "export(), or a tuple (model, args) or (model, args, kwargs)"
     )

@@ -25,7 +25,7 @@ from weightswap_exporter.commands.hf_directory import directory_recipe, export_d
 from weightswap_exporter.commands.hf_inputs import sample_inputs
 from weightswap_exporter.modules.libraries import checkpoint, load
 from weightswap_exporter.modules.tensors import is_fake
-from weightswap_runtime import CaptureError, CheckpointError, ExportError, MissingExtra, Unsupported, WeightswapError
+from weightswap_runtime import CaptureError, CheckpointError, MissingExtra, Unsupported, WeightswapError
 from weightswap_runtime import load as serve
 
 zoo = pytest.mark.parametrize("entry", HUGGING_FACE, ids=str)
@@ -183,16 +183,16 @@ def test_parameters_that_stay_in_float32_do_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "kind", "says"),
     [
-        (None, ExportError, "has no config.json; hf: takes the local directory"),
-        ("{", ExportError, "cannot be read as JSON"),
-        ("[]", ExportError, "names no model_type"),
-        ('{"architectures": ["BertModel"]}', ExportError, "names no model_type"),
-        ('{"model_type": "nobody"}', ExportError, r"has no model type 'nobody'\. Write a recipe"),
-        ('{"model_type": "nobody", "auto_map": {"AutoModel": "a.B"}}', ExportError, r"\(auto_map\) is never run"),
-        ('{"model_type": "bert", "architectures": ["BertForNothing"]}', ExportError, "no model class 'BertForNothing'"),
-        ('{"model_type": "bert", "architectures": ["BertConfig"]}', ExportError, "no model class 'BertConfig'"),
-        ('{"model_type": "bert", "hidden_size": "wide"}', ExportError, "transformers cannot use it"),
-        ('{"model_type": "bert", "hidden_size": 30, "num_attention_heads": 7}', ExportError, "cannot be built"),
+        (None, Unsupported, "has no config.json; hf: takes the local directory"),
+        ("{", Unsupported, "cannot be read as JSON"),
+        ("[]", Unsupported, "names no model_type"),
+        ('{"architectures": ["BertModel"]}', Unsupported, "names no model_type"),
+        ('{"model_type": "nobody"}', Unsupported, r"has no model type 'nobody'\. Write a recipe"),
+        ('{"model_type": "nobody", "auto_map": {"AutoModel": "a.B"}}', Unsupported, r"\(auto_map\) is never run"),
+        ('{"model_type": "bert", "architectures": ["BertForNothing"]}', Unsupported, "no model class 'BertForNothing'"),
+        ('{"model_type": "bert", "architectures": ["BertConfig"]}', Unsupported, "no model class 'BertConfig'"),
+        ('{"model_type": "bert", "hidden_size": "wide"}', Unsupported, "transformers cannot use it"),
+        ('{"model_type": "bert", "hidden_size": 30, "num_attention_heads": 7}', Unsupported, "cannot be built"),
         ('{"model_type": "llama", "quantization_config": {"bits": 4}}', Unsupported, "is quantised"),
     ],
 )

@@ -22,7 +22,7 @@ from tests.zoo.entries import GROUPED, IMAGES, hf
 from weightswap_exporter import skeleton
 from weightswap_exporter.commands.hf_directory import directory_recipe, export_directory
 from weightswap_exporter.commands.hf_inputs import Inputs, sample_inputs
-from weightswap_runtime import CaptureError, ExportError, load
+from weightswap_runtime import CaptureError, Unsupported, load
 
 MASKED = ["input_ids", "attention_mask"]
 TEXT = {"input_ids": [2, 16], "attention_mask": [2, 16]}
@@ -70,7 +70,7 @@ def small_models(architecture: str) -> Iterator[Any]:
 def inputs_of(architecture: str) -> Inputs:
     """Return inputs of the smallest model that can be called: the sizes of some contradict each other."""
     for model in small_models(architecture):
-        with suppress(ExportError):
+        with suppress(Unsupported):
             return sample_inputs(model)
     raise AssertionError(architecture)
 
@@ -102,7 +102,7 @@ def test_a_model_that_takes_one_text_at_a_time_gets_one() -> None:
 def test_guesses_that_eager_refuses_are_listed_with_its_errors(caplog: pytest.LogCaptureFixture) -> None:
     model = small("BertModel")
     model.embeddings.word_embeddings = nn.Linear(7, 7)
-    with caplog.at_level(logging.DEBUG), pytest.raises(ExportError) as refused:
+    with caplog.at_level(logging.DEBUG), pytest.raises(Unsupported) as refused:
         sample_inputs(model)
     first, told, *_, advice = str(refused.value).splitlines()
     says = "BertModel (model type 'bert'): accepts none of the inputs that were guessed; it takes input_ids"
@@ -114,7 +114,7 @@ def test_guesses_that_eager_refuses_are_listed_with_its_errors(caplog: pytest.Lo
 
 
 def test_a_model_that_takes_nothing_says_so() -> None:
-    with pytest.raises(ExportError, match=r"BarkModel \(model type 'bark'\): what to give .* it takes nothing"):
+    with pytest.raises(Unsupported, match=r"BarkModel \(model type 'bark'\): what to give .* it takes nothing"):
         sample_inputs(small("BarkModel"))
 
 
