@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -192,10 +192,13 @@ def test_a_stream_that_breaks_says_so(server: Server, monkeypatch: pytest.Monkey
     until_closed(server)
 
 
-def streamed(server: Server, ids: np.ndarray[Any, Any], **parameters: Any) -> list[Any]:
+def streamed(
+    server: Server, ids: np.ndarray[Any, Any], shape: Sequence[int] | None = None, **parameters: Any
+) -> list[Any]:
     """Return the responses that the protocol's own client gets over a stream, up to the empty one."""
     told: queue.Queue[Any] = queue.Queue()
     tensor = triton.InferInput("input_ids", list(ids.shape), "INT64").set_data_from_numpy(ids)
+    tensor.set_shape(ids.shape if shape is None else shape)
     with triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:
         client.start_stream(lambda result, error: told.put(error or result))
         client.async_stream_infer("llama", [tensor], enable_empty_final_response=True, parameters=parameters)
@@ -222,12 +225,15 @@ def test_tokens_come_one_by_one_over_grpc(server: Server, model: Model) -> None:
     ("ids", "parameters", "says"),
     [
         ([], {}, "no tokens"),
+        ([], {"shape": [0, 1 << 62]}, "expected one prompt"),
+        ([[1, 2], [3, 4]], {}, "expected one prompt"),
+        ([[[1, 2]]], {}, "expected one prompt"),
         ([64], {}, "the vocabulary has 64"),
         ([1], {"most": 1}, "unknown"),
         ([1], {"top_k": 0}, ">= 1"),
     ],
 )
-def test_what_cannot_be_generated_over_grpc(server: Server, ids: list[int], parameters: Any, says: str) -> None:
+def test_what_cannot_be_generated_over_grpc(server: Server, ids: list[Any], parameters: Any, says: str) -> None:
     with pytest.raises(triton.InferenceServerException, match=says):
         streamed(server, np.array(ids, np.int64), **parameters)
     until_closed(server)

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 from weightswap_server.errors import BodyTooLarge
 
@@ -47,8 +48,8 @@ _ONE_OF = {"InferParameter": "parameter_choice"}
 _Field = descriptor_pb2.FieldDescriptorProto
 
 _RAW = "raw_input_contents"
-_SMALL = 1 << 14  # bytes of a message that may be of any kind
-_MOST_FIELDS, _MOST_BESIDE_RAW = 20_000, 2 << 20  # no other thread runs while a message is parsed
+_SMALL = 1 << 12  # bytes of a message that may be of any kind
+_MOST_BESIDE_RAW = 2 << 20  # no other thread runs while a message is parsed
 _SIZES = {1: 8, 5: 4}  # bytes of the fixed wire types
 
 
@@ -58,11 +59,12 @@ def message_class(name: str) -> Any:
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
-def parsed(name: str, raw: bytes) -> Any:
-    """Parse a message. Raises DecodeError, and BodyTooLarge for one that would take far more memory than its bytes."""
+def parsed(name: str, raw: bytes, most_fields: int) -> Any:
+    """Parse a message. Raises DecodeError, and BodyTooLarge for one that would take far more time or memory than its
+    bytes. most_fields: of a large message, with those of the messages in it."""
     kind = message_class(name)
     if len(raw) > _SMALL:
-        _check_size(raw, kind.DESCRIPTOR)
+        _check_size(raw, kind.DESCRIPTOR, most_fields)
     return kind.FromString(raw)
 
 
@@ -102,37 +104,38 @@ def _add_field(message: Any, owner: str, number: int, name: str, kind: str) -> N
         field.oneof_index = 0
 
 
-def _check_size(raw: bytes, descriptor: Any) -> None:
+def _check_size(raw: bytes, descriptor: Any, most_fields: int) -> None:
     """Count the fields of a message and of those in it, without parsing them. A field of two bytes on the wire becomes
-    an object many times as large. Raises BodyTooLarge."""
+    an object many times as large. Raises BodyTooLarge, and DecodeError for a field that ends beyond its message."""
     fields, documents, unread = 0, len(raw), [(0, len(raw), descriptor)]
     while unread:
         place, end, kind = unread.pop()
         while place < end:
             fields += 1
             number, begin, place = _field(raw, place)
+            if place > end:  # its length would be taken from the count of the others
+                raise DecodeError("a field ends beyond its message")
             field = kind.fields_by_number.get(number)
             if field is not None and field.message_type is not None:
                 unread.append((begin, place, field.message_type))
             elif field is not None and field.name == _RAW:
                 documents -= place - begin
-            if fields > _MOST_FIELDS:
-                raise BodyTooLarge(f"the message has more than {_MOST_FIELDS} fields; send tensors in {_RAW}")
+            if fields > most_fields:
+                raise BodyTooLarge(f"the message has more than {most_fields} fields; send tensors in {_RAW}")
     if documents > _MOST_BESIDE_RAW:
         raise BodyTooLarge(f"the message has {documents} bytes beside {_RAW}, at most {_MOST_BESIDE_RAW} are read")
 
 
 def _field(raw: bytes, place: int) -> tuple[int, int, int]:
-    """Return the number of the field at a place, and where its content begins and ends. What is malformed ends the
-    message; the parser will say so."""
+    """Return the number of the field at a place, and where its content begins and ends. Raises DecodeError."""
     try:
         tag, begin = _varint(raw, place)
         if tag & 7 == 2:
             size, begin = _varint(raw, begin)
             return tag >> 3, begin, begin + size
         end = _varint(raw, begin)[1] if tag & 7 == 0 else begin + _SIZES.get(tag & 7, 0)
-    except IndexError:
-        return 0, len(raw), len(raw)
+    except IndexError as error:
+        raise DecodeError("the last field is incomplete") from error
     return 0, begin, end
 
 

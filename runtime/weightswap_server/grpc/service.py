@@ -40,6 +40,7 @@ from .messages import SERVICE, message_class, parsed
 
 _INTERVAL = 0.25  # seconds between two checks of timeouts
 _MOST_DETAIL = 800  # characters of a status' text: clients take 8 KB, and one may be nine bytes on the wire
+_FIELDS, _FIELDS_OF_TENSOR = 1000, 16  # of a message; a tensor has 5 or 6, and 4 more for each parameter
 _CONTENTS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("I8", "I16", "I32"), "int_contents"),
@@ -91,6 +92,9 @@ class GrpcServer:
 class _Methods:
     def __init__(self, service: Service, timeouts: _ClientTimeouts) -> None:
         self._service, self._timeouts = service, timeouts
+        methods = [method for served in service.served for method in served.methods.values()]
+        most = max((len(method.inputs) + len(method.outputs) for method in methods), default=0)
+        self._most_fields = _FIELDS + _FIELDS_OF_TENSOR * most
 
     def handler(self) -> Any:
         """Return the generic handler of all methods."""
@@ -104,7 +108,7 @@ class _Methods:
         }
         handlers = {name: self._with_errors(name, method) for name, method in unary.items()}
         handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._stream, _parser("ModelInferRequest"), _serialized
+            self._stream, self._parser("ModelInferRequest"), _serialized
         )
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
@@ -127,7 +131,23 @@ class _Methods:
                 context.abort(grpc.StatusCode[failure.code], _detail(failure.text))
 
         # registered as a stream, whose one request can be awaited with a timeout
-        return grpc.stream_unary_rpc_method_handler(answer, _parser(f"{name}Request"), _serialized)
+        return grpc.stream_unary_rpc_method_handler(answer, self._parser(f"{name}Request"), _serialized)
+
+    def _parser(self, name: str) -> Callable[[bytes], Any]:
+        """Return a parser of a message. It returns a RequestError instead of raising it: gRPC would blame the server.
+
+        One thread of gRPC's parses the messages of all calls.
+        """
+
+        def parse(raw: bytes) -> Any:
+            try:
+                return parsed(name, raw, self._most_fields)
+            except DecodeError as error:
+                return BadRequest(f"expected a message {name}: {error}")
+            except BodyTooLarge as error:
+                return error
+
+        return parse
 
     def _receive(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
         """Receive the request of a call. Raises BadRequest, and RpcError if it does not arrive in time."""
@@ -226,9 +246,11 @@ def _metadata(context: grpc.ServicerContext, name: str) -> str:
 def _prompt(request: Any, most: int) -> GenerateRequest:
     """Return the prompt of at most so many tokens in the input `input_ids`, with the parameters. Raises BadRequest."""
     tensors = _tensors(request)
-    if list(tensors) != ["input_ids"] or tensors["input_ids"].dtype != "I64":
+    if list(tensors) != ["input_ids"] or (ids := tensors["input_ids"]).dtype != "I64":
         raise BadRequest("expected exactly one input, input_ids, of datatype INT64")
-    if (count := tensors["input_ids"].nbytes // 8) > most:
+    if not ids.shape or ids.shape[:-1] not in ((), (1,)):
+        raise BadRequest(f"input_ids: expected one prompt, of shape [n] or [1, n], got {list(ids.shape)}")
+    if (count := ids.nbytes // 8) > most:
         raise BadRequest(f"the prompt has {count} tokens, but the cache holds {most}")
     values = {
         name: getattr(value, value.WhichOneof("parameter_choice") or "bool_param")
@@ -239,7 +261,7 @@ def _prompt(request: Any, most: int) -> GenerateRequest:
         parameters = msgspec.convert(values, GenerateParameters)
     except msgspec.ValidationError as error:
         raise BadRequest(f"parameters: {error}") from error
-    return GenerateRequest(None, as_array(tensors["input_ids"]).reshape(-1).tolist(), request.id, parameters)
+    return GenerateRequest(None, as_array(ids).reshape(-1).tolist(), request.id, parameters)
 
 
 def _variants(request: Any) -> Any:
@@ -252,20 +274,6 @@ def _variants(request: Any) -> Any:
 
 def _detail(text: str) -> str:
     return text if len(text) <= _MOST_DETAIL else brief(text, _MOST_DETAIL)
-
-
-def _parser(name: str) -> Callable[[bytes], Any]:
-    """Return a parser of a message. It returns a RequestError instead of raising it: gRPC would blame the server."""
-
-    def parse(raw: bytes) -> Any:
-        try:
-            return parsed(name, raw)
-        except DecodeError as error:
-            return BadRequest(f"expected a message {name}: {error}")
-        except BodyTooLarge as error:
-            return error
-
-    return parse
 
 
 def _checked(request: Any) -> Any:
