@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -12,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 from blake3 import blake3
 
 from tests.support.administered import BEARER, TOKEN, administered, call, change
 from tests.support.described import MODES, try_operation
 from tests.support.served import ask, rest_of
+from tests.support.servers import Handler, Request, WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from tests.support.watched import eventually
-from weightswap_runtime import Unsupported, load
+from weightswap_runtime import Unsupported, WeightFileError, load
+from weightswap_runtime.sources.location import fixed_text
 from weightswap_server import AdminSettings, Server
 from weightswap_server.admin.access import AllowList, Tokens, read_tokens
 from weightswap_server.admin.audit import AuditLog
@@ -124,6 +128,7 @@ def test_the_public_port_has_no_admin(server: Server) -> None:
         "upload:..",
         "upload:.coming.safetensors.tmp-0a1b2c3d",
         "upload:a\0b",
+        "upload:" + "a" * 300,
         "{folder}/allowed/a\0b",
         "file://{folder}/allowed/v2.safetensors",
         "FILE:///etc/passwd",
@@ -170,15 +175,95 @@ def test_what_was_not_allowed_is_not_read(server: Server, folder: Path, source: 
 def test_what_was_allowed(folder: Path) -> None:
     allowed = AllowList([str(folder / "allowed"), "https://models.example/prod", "s3://bucket"], folder / "uploads")
     file = folder / "allowed" / "v2.safetensors"
-    assert allowed.weights(str(file)) == str(file)
-    assert allowed.weights(os.path.relpath(file)) == str(file)
+    assert allowed.weights(str(file)) == file
+    assert allowed.weights(os.path.relpath(file)) == file
     for url in ("https://models.example/prod/a/v.safetensors", "s3://bucket/v", "s3://bucket/v?versionId=a.b_c"):
-        assert allowed.weights(url) == url
+        assert fixed_text(allowed.weights(url)) == url
     with pytest.raises(Forbidden):
         AllowList([]).weights(str(file))
     for wrong in ("nowhere", "https://u:p@host/", "https://host/?a=b", "file:///tmp", "https://host/../a"):
         with pytest.raises(Unsupported, match="admin-allow"):
             AllowList([wrong])
+
+
+def replace_by_link(path: Path, target: Path) -> None:
+    path.rename(path.with_name(f"{path.name}.was"))
+    path.symlink_to(target)
+
+
+@pytest.fixture
+def shards(tiny: TinyArtifact, tmp_path: Path) -> Path:
+    """Two sets of two shards with an index and goldens: in `allowed/set` and in `outside`."""
+    for where in ("allowed/set", "outside"):
+        folder = tmp_path / where
+        folder.mkdir(parents=True)
+        names = {}
+        for number, (name, value) in enumerate(tiny.values(2).items()):
+            file = folder / f"{number}.safetensors"
+            safetensors.torch.save_file({name: value}, file)
+            names[name] = file.name
+        (folder / "m.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        (folder / "m.goldens.safetensors").write_bytes(b"goldens")
+    return tmp_path
+
+
+@pytest.mark.parametrize("changed", ["m.safetensors.index.json", "1.safetensors", "m.goldens.safetensors", "."])
+def test_a_link_that_is_made_after_the_check_is_not_followed(
+    tiny: TinyArtifact, weight_file: WriteWeights, shards: Path, changed: str
+) -> None:
+    source = shards / "allowed/set/m.safetensors.index.json"
+    location: Any = AllowList([str(shards / "allowed")]).weights(str(source))
+    model = load(tiny.path, weight_file(1))
+    replace_by_link(shards / "allowed/set" / changed, shards / "outside" / changed)
+    with pytest.raises(WeightFileError, match="a link leads to where nothing may be read"):
+        model.swap(location)
+    assert serves(model, 1)
+
+
+def test_a_link_to_what_is_allowed_is_followed(tiny: TinyArtifact, weight_file: WriteWeights, shards: Path) -> None:
+    folder = shards / "allowed/set"
+    (folder / "m.goldens.safetensors").unlink()
+    (folder / "1.safetensors").rename(shards / "allowed/blob")
+    (folder / "1.safetensors").symlink_to("../blob")
+    location: Any = AllowList([str(shards / "allowed")]).weights(str(folder))
+    model = load(tiny.path, weight_file(1))
+    model.swap(location)
+    assert serves(model, 2)
+
+
+def test_a_link_that_changes_during_the_check_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = AllowList([str(tmp_path)])
+
+    def realpath(path: object) -> str:
+        raise OSError(errno.EINVAL, "Invalid argument")  # what was a link a moment ago is a file
+
+    monkeypatch.setattr(os.path, "realpath", realpath)
+    for check in (allowed.weights, allowed.folder):
+        with pytest.raises(Forbidden, match="Invalid argument"):
+            check(str(tmp_path / "v.safetensors"))
+
+
+def test_redirects_lead_to_allowed_hosts_alone(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    with WebServer() as web, WebServer() as other:
+        target = ""
+
+        def redirected(handler: Handler, request: Request) -> bool:
+            if request.path == "/latest.safetensors":
+                handler.reply(302, headers={"Location": target})
+            return request.path == "/latest.safetensors"
+
+        web.fault = redirected
+        for server in (web, other):
+            server.put("v2.safetensors", weight_file(2).read_bytes())
+        model = load(tiny.path, weight_file(1))
+        location: Any = AllowList([f"{web.url}/latest.safetensors"]).weights(f"{web.url}/latest.safetensors")
+        target = f"{other.url}/v2.safetensors"
+        with pytest.raises(WeightFileError, match=f"redirects to {target}"):
+            model.swap(location)
+        assert not other.requests
+        target = "/v2.safetensors?signature=abc"
+        model.swap(location)
+        assert serves(model, 2)
 
 
 def listed(server: Server) -> dict[str, int]:

@@ -156,7 +156,7 @@ def open_weights(
 
 def goldens_path(weights: str | os.PathLike[str]) -> Path:
     """Return `v1.goldens.safetensors` for `v1.safetensors`, or for the index of its shards."""
-    path = Path(weights)
+    path = weights if isinstance(weights, Path) else Path(weights)
     return path.with_name(_goldens_name(path.name))
 
 

@@ -14,7 +14,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import NamedTuple, Protocol
 
 from weightswap_runtime.errors import WeightFileError
@@ -27,6 +27,18 @@ _UNPROVEN = (
     "which cannot be told from a write where no digests are compared. Try again while nobody adds or removes links "
     "to it; a server accepts a packed file regardless."
 )
+
+
+class GuardedPath(PosixPath):
+    """Path behind which only a file is opened that its class admits: links may change after a check of the path.
+
+    A class, because paths that are made from this one are of the same class: those of shards, goldens, signatures.
+    """
+
+    @classmethod
+    def admits(cls, opened: Path) -> bool:
+        """Return True if a file at this path, without links, may be read."""
+        raise NotImplementedError
 
 
 class ByteSource(Protocol):
@@ -184,8 +196,15 @@ class _Fingerprint(NamedTuple):
 
 
 def open_at_once(path: Path) -> int:
-    """Open a file descriptor for reading, with O_NONBLOCK so that a named pipe does not block."""
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    """Open a file descriptor for reading, with O_NONBLOCK so that a named pipe does not block.
+
+    Raises OSError, also for what a GuardedPath does not admit.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if isinstance(path, GuardedPath) and not path.admits(Path(f"/proc/self/fd/{fd}").readlink()):
+        os.close(fd)
+        raise PermissionError(errno.EACCES, "a link leads to where nothing may be read", str(path))
+    return fd
 
 
 def outwait_clock(changed: int) -> bool:

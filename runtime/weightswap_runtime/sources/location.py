@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,6 +83,13 @@ class Url:
         return scheme + slashes, path, mark + query
 
 
+@dataclass(frozen=True, repr=False)
+class GuardedUrl(Url):
+    """URL of a web server whose redirects, and those of its neighbours, are followed only to URLs that it admits."""
+
+    admits: Callable[[str], bool]
+
+
 Location = Path | Url
 
 
@@ -101,7 +109,7 @@ def as_location(path: object) -> Location:
         raise WeightFileError("the path of the weight file is empty")
     check_scheme(path)
     if not isinstance(path, str) or not is_url(path):
-        return Path(path)
+        return path if isinstance(path, Path) else Path(path)  # a GuardedPath stays one
     url = Url(path)
     if "::" in path:
         raise Unsupported(f"{url}: chained URLs are not supported; name the object itself")
@@ -174,7 +182,7 @@ def folder_behind(folder: Location) -> Location:
     if isinstance(folder, Url):
         return folder
     try:
-        return Path(os.path.realpath(folder))
+        return type(folder)(os.path.realpath(folder))
     except OSError as error:
         raise WeightFileError(f"{folder}: cannot be opened ({error.strerror})") from error
 

@@ -12,7 +12,7 @@ import aiohttp
 
 from weightswap_runtime.errors import Unsupported, WeightFileError
 
-from .location import Url
+from .location import GuardedUrl, Url
 from .remote import (
     HEAD_BYTES,
     STALL,
@@ -102,6 +102,8 @@ class WebObject:
         options |= self._fs.kwargs
         headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", **_conditions(pin)}
         options["headers"] = {**options.get("headers", {}), **headers}
+        if isinstance(self._url, GuardedUrl):
+            options["middlewares"] = (_guard(self._url),)
         try:
             session = await self._fs.set_session()
             async with session.get(self._fs.encode_url(self._url.raw), **options) as response:
@@ -134,6 +136,17 @@ class WebObject:
     @staticmethod
     def _pin(response: aiohttp.ClientResponse, size: int) -> ObjectPin:
         return ObjectPin(size, response.headers.get("ETag", ""), response.headers.get("Last-Modified", ""))
+
+
+def _guard(url: GuardedUrl) -> aiohttp.ClientMiddlewareType:
+    """Return a middleware, which aiohttp calls before each request, those of redirects included."""
+
+    async def check(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        if not url.admits(str(request.url)):
+            raise WeightFileError(f"{url}: redirects to {Url(str(request.url))}, from which nothing may be read")
+        return await handler(request)
+
+    return check
 
 
 def _settles_in(response: aiohttp.ClientResponse) -> float:

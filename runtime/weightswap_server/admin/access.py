@@ -1,7 +1,8 @@
 """Who may do what at the admin plane: its settings, tokens, and the paths and URLs that operators may name.
 
-A path counts with its links resolved. A URL is compared letter by letter, so one that a server may read in two ways is
-refused: with escapes, dots, doubled slashes, a user, a fragment.
+A path counts with its links resolved, and so does each file when it is opened. A URL is compared letter by letter, so
+one that a server may read in two ways is refused: with escapes, dots, doubled slashes, a user, a fragment. Redirects of
+an allowed server are followed to allowed hosts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hmac
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
@@ -19,7 +21,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightswap_runtime.errors import Unsupported, brief
-from weightswap_runtime.sources.location import printable
+from weightswap_runtime.sources.byte_source import GuardedPath
+from weightswap_runtime.sources.location import GuardedUrl, Location, printable
 from weightswap_server.errors import Forbidden
 from weightswap_server.settings import Settings
 
@@ -32,6 +35,7 @@ UPLOAD = "upload:"
 _PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@/-]*")  # no percent-encoding: the checked URL is the requested one
 _DOTS = re.compile(r"(?:^|/)\.{1,2}(?:/|$)")
 _VERSION = re.compile(r"(?:versionId=[\w.-]+)?")
+_PORTS = {"http": 80, "https": 443}
 _GOLDENS = ".goldens.safetensors"
 _MOST_ENTRIES = 10_000  # of a folder that is looked through for links
 _GIB = 1 << 30
@@ -146,21 +150,34 @@ class AllowList:
         self._prefixes = [_prefix(entry) for entry in entries if "://" in entry]
         self._roots = [_root(entry) for entry in entries if "://" not in entry]
         self._upload_dir = upload_dir
+        readable = (*self._roots, upload_dir) if upload_dir is not None else tuple(self._roots)
 
-    def weights(self, source: str) -> str:
-        """Return the path, with links resolved, or URL of an operator's `source`. Raises Forbidden."""
-        if source.startswith(UPLOAD):
-            return self._uploaded(source.removeprefix(UPLOAD))
-        if "://" in source:
-            return self._url(source)
-        path = self._path(source)
-        for beside in _read_with(path):
-            self._check_inside(Path(os.path.realpath(beside)), source)
-        return str(path)
+        class AllowedPath(GuardedPath):
+            @classmethod
+            def admits(cls, opened: Path) -> bool:
+                return _is_inside(opened, readable)
+
+        self._path_class = AllowedPath
+
+    def weights(self, source: str) -> Location:
+        """Return the path, with links resolved, or URL of an operator's `source`, to be read only while links and
+        redirects do not lead elsewhere. Raises Forbidden."""
+        if "://" in source and not source.startswith(UPLOAD):
+            return GuardedUrl(self._url(source), self._is_allowed_host)
+        with _looking_at(source):
+            if source.startswith(UPLOAD):
+                return self._path_class(self._uploaded(source.removeprefix(UPLOAD)))
+            path = self._path(source)
+            for beside in _read_with(path):
+                self._check_inside(Path(os.path.realpath(beside)), source)
+            return self._path_class(path)
 
     def folder(self, desired_store: str) -> str:
         """Return the path or URL of a directory to watch or follow. Raises Forbidden."""
-        return self._url(desired_store) if "://" in desired_store else str(self._path(desired_store))
+        if "://" in desired_store:
+            return self._url(desired_store)
+        with _looking_at(desired_store):
+            return str(self._path(desired_store))
 
     def _uploaded(self, name: str) -> str:
         if self._upload_dir is None:
@@ -179,7 +196,7 @@ class AllowList:
         return path
 
     def _check_inside(self, path: Path, source: str) -> None:
-        if not any(path.is_relative_to(root) for root in self._roots):
+        if not _is_inside(path, self._roots):
             raise Forbidden(f"{printable(source)}: is not allowed by this server's --admin-allow")
 
     def _url(self, source: str) -> str:
@@ -194,6 +211,10 @@ class AllowList:
         if not any(prefix.covers(url) for prefix in self._prefixes):
             raise Forbidden(f"{printable(source)}: is not allowed by this server's --admin-allow")
         return source
+
+    def _is_allowed_host(self, url: str) -> bool:
+        origin = _origin(urlsplit(url))
+        return any(origin == _origin(urlsplit(f"{each.scheme}://{each.host}")) for each in self._prefixes)
 
 
 class _Prefix(NamedTuple):
@@ -226,6 +247,11 @@ def _plain_url(text: str) -> SplitResult | None:
     return url if plain else None
 
 
+def _origin(url: SplitResult) -> tuple[str, str | None, int | None]:
+    scheme = url.scheme.lower()
+    return scheme, url.hostname, url.port or _PORTS.get(scheme)
+
+
 def _prefix(entry: str) -> _Prefix:
     url = _plain_url(entry)
     if url is None or url.query or url.scheme.lower() == "file":
@@ -242,13 +268,22 @@ def _root(entry: str) -> Path:
     return path
 
 
+def _is_inside(path: Path, roots: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(root) for root in roots)
+
+
+@contextmanager
+def _looking_at(source: str) -> Iterator[None]:
+    """Raise Forbidden for what the system cannot look at: names that are too long, links that change meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        raise Forbidden(f"{brief(source)}: cannot be looked at ({error.strerror})") from error
+
+
 def _read_with(path: Path) -> Iterator[Path]:
     """Yield the files that are read beside a file, or the links in a folder: a link may lead elsewhere."""
-    try:
-        is_folder = path.is_dir()
-    except OSError as error:  # such as a name that is too long
-        raise Forbidden(f"{brief(str(path))}: cannot be looked at ({error.strerror})") from error
-    folder = path if is_folder else path.parent if path.name.endswith(".index.json") else None
+    folder = path if path.is_dir() else path.parent if path.name.endswith(".index.json") else None
     if folder is None:
         yield path.with_name(path.name.removesuffix(".safetensors") + _GOLDENS)
         return

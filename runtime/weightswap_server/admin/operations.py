@@ -25,7 +25,7 @@ from weightswap_runtime.live.session import Session
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.variants import VariantReceipt
 from weightswap_runtime.model.model import Model
-from weightswap_runtime.sources.location import printable
+from weightswap_runtime.sources.location import fixed_text, printable
 from weightswap_runtime.staging.given import GivenWeights
 from weightswap_server.canary import CanaryPlan, check_plan, measure_text
 from weightswap_server.errors import Conflict
@@ -257,10 +257,11 @@ class ModelOperations:
     def add_variant(self, request: AddVariantRequest, by: str) -> VariantReceipt:
         """Add a variant that calls can choose. Raises Forbidden, Unsupported, and what `Model.add_variant` raises."""
         self._check_not_shared()
+        source: Any = self._allowed.weights(request.source)  # no public argument, if it is a Url
         return self.model.add_variant(
             request.group,
             request.name,
-            self._allowed.weights(request.source),
+            source,
             base=request.base,
             expect=request.expect,
             allow_nonfinite=request.allow_nonfinite,
@@ -375,13 +376,13 @@ class ModelOperations:
         desired_store = self.followed.desired_store
         if given is not None and desired_store is not None:
             raise self._in_no_file(desired_store)
-        path = self._allowed.weights(request.source) if given is None else request.source
+        weights: Any = self._allowed.weights(request.source) if given is None else given  # a Url is no public argument
         if desired_store is not None and request.only:
             raise Unsupported("only: a new process could not start from a part of a set; stage a full set")
         revision = self.followed.seen(desired_store, request) if desired_store is not None else None
         begin = partial(
             self.model.stage,
-            given or path,
+            weights,
             only=request.only or None,
             ignore=request.ignore,
             expect=request.expect,
@@ -392,7 +393,8 @@ class ModelOperations:
             by=by,
             background=True,
         )
-        request = msgspec.structs.replace(request, source=path)
+        if given is None:
+            request = msgspec.structs.replace(request, source=fixed_text(weights))
         change = _StagedChange(
             self.served, request, by, revision, self._staged_timeout, swapping=swapping, id=change_id
         )
