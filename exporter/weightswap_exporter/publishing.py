@@ -29,7 +29,7 @@ from weightswap_exporter.modules.tensors import TieKey, tie_key
 from weightswap_runtime import Artifact, DesiredStore, load
 from weightswap_runtime.errors import CheckpointError, WaitTimeout, WeightswapError, join_seconds, text_of
 from weightswap_runtime.following.desired_state import DesiredState
-from weightswap_runtime.following.desired_store import Known, stamp_of
+from weightswap_runtime.following.desired_store import Known, stamp_of, unchanging
 from weightswap_runtime.following.watching import Policy, check_promotion_policy, check_proven
 from weightswap_runtime.format.delta import DeltaStamp
 from weightswap_runtime.format.safetensors import Stamp
@@ -268,11 +268,11 @@ def _remove_older(directory: Path, desired_store: DesiredStore, keep: int) -> No
         by_time = sorted(written, key=lambda path: path.stat().st_mtime_ns)
         # by step, too, as clocks are set back; what appears from now on is in neither, as it may be promoted at once
         older = set(by_time[: -keep - 1]) & set(sorted(written)[: -keep - 1])
-        removed = _remove_unused(
-            directory,
-            _in_use(desired_store.read(), keep),
-            lambda path, stamp: path in older and _is_published(path, stamp),
-        )
+        stamps = _stamps(directory)
+        with unchanging(desired_store) as state:  # a rollback during the decision would find its file gone
+            removed = _remove_unused(
+                stamps, _in_use(state, keep), lambda path, stamp: path in older and _is_published(path, stamp)
+            )
     except (WeightswapError, OSError) as error:
         _log.warning("%s: older files were not removed: %s: %s", directory, type(error).__name__, text_of(error))
     else:
@@ -300,20 +300,26 @@ def _in_use(state: DesiredState, keep: int) -> set[str]:
     return {each.weights_id for each in kept} | {base.weights_id for each in kept for base in each.bases or ()}
 
 
-def _remove_unused(folder: Path, used: set[str], may_go: Callable[[Path, Stamp | DeltaStamp], bool]) -> list[Path]:
-    """Remove weight files from a folder, each with the goldens and the signature beside it, and return their paths.
-
-    A file stays if its weights are among `used`, if a file that stays is a delta from them, or a copy of them, and if
-    `may_go` does not give it up. Links, folders, and files that weightswap has not written are never removed.
-
-    Raises WeightFileError for a file that cannot be read, which may be a delta; nothing has been removed then. Raises
-    OSError for one that cannot be removed.
-    """
-    stamps = {
+def _stamps(folder: Path) -> dict[Path, Stamp | DeltaStamp | None]:
+    """Read the stamps of the weight files in a folder. Raises WeightFileError for an unreadable one: perhaps a delta"""
+    return {
         path: stamp_of(path)
         for path in sorted(folder.iterdir())
         if path.name.endswith(SUFFIX) and not path.name.endswith(GOLDENS_SUFFIX) and path.is_file()
     }
+
+
+def _remove_unused(
+    stamps: Mapping[Path, Stamp | DeltaStamp | None],
+    used: set[str],
+    may_go: Callable[[Path, Stamp | DeltaStamp], bool],
+) -> list[Path]:
+    """Remove weight files of a folder, each with the goldens and the signature beside it, and return their paths.
+
+    A file stays if its weights are among `used`, if a file that stays is a delta from them, or a copy of them, and if
+    `may_go` does not give it up. Links, folders, and files that weightswap has not written are never removed. Raises
+    OSError for one that cannot be removed.
+    """
     staying, going = set(used), []
     for path, stamp in stamps.items():
         if stamp is not None and stamp.weights_id not in used and not path.is_symlink() and may_go(path, stamp):

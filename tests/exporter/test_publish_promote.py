@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.support.models import Renamed, fill
-from weightswap_exporter import Packed, publish
+from weightswap_exporter import Packed, publish, publishing
 from weightswap_runtime import (
     Artifact,
     CheckpointError,
@@ -24,6 +25,7 @@ from weightswap_runtime import (
     load,
     write_delta,
 )
+from weightswap_runtime.following import desired_store as storage
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
 GOLDENS = [((X,), {})]
@@ -191,24 +193,47 @@ def test_what_was_rolled_back_and_what_a_delta_needs_stay(renamed: Artifact, des
 def test_what_another_trainer_promotes_meanwhile_stays(
     renamed: Artifact, desired_store: DesiredStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file appears after this trainer has read the desired store, with a time from before: its clock is behind."""
+    """Its file appears when this trainer reads the folder, with a time from before: its clock is behind."""
     publish_steps(renamed, desired_store, range(1, 5), keep=None)
     late = publish(trained(6.0), tmp_path / "elsewhere", renamed, step=6, goldens=GOLDENS).wait(60).path
-    read, others = DesiredStore.read, DesiredStore(desired_store.where)
+    read, others = publishing.stamp_of, DesiredStore(desired_store.where)
 
-    def overtaken(self: DesiredStore, *args: Any) -> Any:
-        state = read(self, *args)
-        if late.exists() and state.weights and "000000005" in state.weights.source:
+    def overtaken(path: Path) -> Any:
+        if late.exists():
             os.utime(late, (1, 1))
             others.promote(late.replace(Path(desired_store.where) / late.name))
-        return state
+        return read(path)
 
-    monkeypatch.setattr(DesiredStore, "read", overtaken)
+    monkeypatch.setattr(publishing, "stamp_of", overtaken)
     publish_steps(renamed, desired_store, range(5, 6), keep=1)
-    desired = read(desired_store).weights
+    desired = desired_store.read().weights
     assert desired is not None
     assert Path(desired_store.locate(desired)).name == late.name
     assert weight_files(desired_store)[-1] == "6"
+
+
+@pytest.mark.parametrize("moment", ["stamp_of", "_in_use"])
+def test_what_an_operator_goes_back_to_meanwhile_stays(
+    moment: str, renamed: Artifact, desired_store: DesiredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While files are read, the rollback wins; while it is decided which of them go, it waits, and finds none."""
+    first = publish_steps(renamed, desired_store, range(1, 5), keep=None)[0]
+    monkeypatch.setattr(storage, "PATIENCE", 0.05)
+    others, step, tries = DesiredStore(desired_store.where), getattr(publishing, moment), []
+
+    def overtaken(*arguments: Any) -> Any:
+        if not tries:
+            tries.append(moment)
+            with pytest.raises(DesiredError, match="has held") if moment == "_in_use" else nullcontext():
+                others.rollback(revision=5, to=first.weights_id)
+        return step(*arguments)
+
+    monkeypatch.setattr(publishing, moment, overtaken)
+    publish_steps(renamed, desired_store, range(5, 6), keep=1)
+    desired = desired_store.read().weights
+    assert (tries, desired is not None) == ([moment], True)
+    assert Path(desired_store.locate(desired)).exists()  # type: ignore[arg-type]
+    assert first.path.exists() == (moment == "stamp_of")
 
 
 def test_a_clock_that_was_set_back_makes_no_file_old(renamed: Artifact, desired_store: DesiredStore) -> None:

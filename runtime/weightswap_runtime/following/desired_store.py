@@ -11,7 +11,8 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,11 +29,19 @@ from weightswap_runtime.errors import (
     check_said,
 )
 from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
-from weightswap_runtime.format.merging import merge_deltas, write_merged_set
+from weightswap_runtime.format.merging import merged_delta, merged_set
 from weightswap_runtime.format.safetensors import Stamp, label_problem
-from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.format.weight_set import goldens_path, open_weights
 from weightswap_runtime.sources.byte_source import ByteSource, Check, LocalFile
-from weightswap_runtime.sources.location import Location, Url, as_location, fixed, fixed_text, printable
+from weightswap_runtime.sources.location import (
+    Location,
+    Url,
+    as_location,
+    check_writable,
+    fixed,
+    fixed_text,
+    printable,
+)
 from weightswap_runtime.sources.writing import new_file, remove_abandoned
 
 from .desired_state import (
@@ -133,7 +142,7 @@ class DesiredStore:
                 )
             return self._with_weights(state, source, facts, by, why)
 
-        return self._write(revision, change)
+        return self._write(revision, change, are_files_there=known is not None)
 
     def rollback(
         self,
@@ -165,7 +174,7 @@ class DesiredStore:
             )
             return rolled_back(state, replace(target, since=now, by=by, why=why), new_hold)
 
-        return self._write(revision, change)
+        return self._write(revision, change, are_files_there=known_there)
 
     def rollback_target(self, to: str | None, *, revision: int) -> DesiredWeights:
         """Return the weights that `rollback` would make the desired ones. Raises what `rollback` raises."""
@@ -224,7 +233,7 @@ class DesiredStore:
             if is_desired and _facts(state.weights) == _facts(after.weights):
                 return state
             may(state)
-            if written := self._replace(stored, state, after):
+            if written := self._replace(stored, state, after, None if known else partial(self._check_there, after)):
                 return written
         raise RevisionConflict(f"{self.where}: lost to other writers {_MOST_TRIES} times in a row; try again later")
 
@@ -235,29 +244,48 @@ class DesiredStore:
         a new process then reads the full set with which the chain begins, and this. full: write a full set instead,
         which needs no other file. The goldens and the signature beside the last delta are copied. Nothing else in the
         document changes, and nothing for processes that serve the weights. If another revision was written meanwhile,
-        that stays, and `out` is not used.
+        that stays, and `out` is as it was. What a killed compaction has left of the same `out` is removed.
 
-        Raises Unsupported if there is nothing to make shorter, or if the document names `out` already, and what
-        `merge_deltas` raises.
+        Raises Unsupported if there is nothing to make shorter, if `out` is a link, or if the document names `out`
+        already, by whatever path; and what `merge_deltas` raises.
         """
-        state = self._read_for(revision)[1]
+        stored, state = self._read_for(revision)
         weights = state.weights
         if weights is None or not weights.bases or (len(weights.bases) == 1 and not full):
             what = "one delta after a full set" if weights and weights.bases else "no delta"
             raise Unsupported(f"{self.where}: {what} is desired, so there is nothing to make shorter")
-        stored = _checked_source(self._as_stored(as_location(out)))
-        if stored in {each.source for entry in state.known for each in _files(entry)}:
-            raise Unsupported(f"{printable(out)}: the desired store names this file; name another")
+        name = _checked_source(self._as_stored(as_location(out)))
+        check_writable(out)
+        self._check_unnamed(state, Path(out))
         self._check_files(weights)
+        for beside in (Path(out), goldens_path(Path(out))):
+            remove_abandoned(beside.parent, beside.name)
         first, *deltas = (self.locate(file) for file in _files(weights))
-        written = write_merged_set(first, deltas, out) if full else merge_deltas(deltas, out)
-        if written.weights_id != weights.weights_id:
-            raise UnexpectedWeights(
-                f"{printable(out)}: has the weights {written.weights_id[:SHOWN]}, not {weights.weights_id[:SHOWN]}: a "
-                "file of the chain was replaced meanwhile"
-            )
-        after = replace(weights, source=stored, bases=UNSET if full else weights.bases[:1])
-        return self._write(revision, lambda state: replace(state, weights=after))
+        after = replace(state, weights=replace(weights, source=name, bases=UNSET if full else weights.bases[:1]))
+        with merged_set(first, deltas, out) if full else merged_delta(deltas, out) as (merged, put):
+            if merged.weights_id != weights.weights_id:
+                raise UnexpectedWeights(
+                    f"{printable(out)}: would have the weights {merged.weights_id[:SHOWN]}, not "
+                    f"{weights.weights_id[:SHOWN]}: a file of the chain was replaced meanwhile"
+                )
+            if (written := self._replace(stored, state, after, put)) is None:
+                raise self._conflict(revision)
+        return written
+
+    def _check_unnamed(self, state: DesiredState, out: Path) -> None:
+        """Raise Unsupported for a link, and for a file that the document names, under this path or another."""
+        if out.is_symlink():
+            raise Unsupported(f"{out}: is a link; name the file to write")
+        named = {self._local(file) for entry in state.known for file in _files(entry)} - {None}
+        if self.is_local:
+            named.add(Path(self.where) / NAME)
+        if any(_is_same(path, out) for path in named if path):
+            raise Unsupported(f"{out}: the desired store names this file; name another")
+
+    def _local(self, file: DesiredWeights | DesiredBase) -> Path | None:
+        """Return the path of a file that the document names; None for a URL."""
+        location = as_location(self.locate(file))
+        return location if isinstance(location, Path) else None
 
     def _with_weights(self, state: DesiredState, source: Source, known: Known, by: str, why: str) -> DesiredState:
         through = tuple(replace(each, source=self._as_stored(as_location(each.source))) for each in known.through)
@@ -279,11 +307,23 @@ class DesiredStore:
         stored = self._storage.read(check)
         return stored, decode(stored.content, f"{self.where}: {NAME}")
 
-    def _write(self, revision: int, change: Callable[[DesiredState], DesiredState]) -> DesiredState:
+    def _write(
+        self, revision: int, change: Callable[[DesiredState], DesiredState], *, are_files_there: bool = True
+    ) -> DesiredState:
+        """Write a change. are_files_there: False if the files of the weights may be removed until it is written."""
         stored, state = self._read_for(revision)
-        if (written := self._replace(stored, state, change(state))) is None:
+        after = change(state)
+        first = None if are_files_there else partial(self._check_there, after)
+        if (written := self._replace(stored, state, after, first)) is None:
             raise self._conflict(revision)
         return written
+
+    def _check_there(self, state: DesiredState) -> None:
+        """Raise WeightFileError if a local file of the desired weights is gone: `publish(keep=)` removes files."""
+        for file in _files(state.weights) if state.weights else ():
+            path = self._local(file)
+            if path is not None and not path.exists():
+                raise WeightFileError(f"{path}: was removed meanwhile; choose other weights")
 
     def _read_for(self, revision: int) -> tuple[_Stored, DesiredState]:
         """Read the state for a change. Raises RevisionConflict if it is not at this revision."""
@@ -302,8 +342,17 @@ class DesiredStore:
             "it again, and decide again."
         )
 
-    def _replace(self, stored: _Stored, before: DesiredState, after: DesiredState) -> DesiredState | None:
-        """Write the next revision, and return it; None if another writer was faster."""
+    def _replace(
+        self,
+        stored: _Stored,
+        before: DesiredState,
+        after: DesiredState,
+        first: Callable[[], None] | None = None,
+    ) -> DesiredState | None:
+        """Write the next revision, and return it; None if another writer was faster.
+
+        first: called once no other can be faster, before the document is replaced; of a remote one, just before.
+        """
         written = replace(after, revision=before.revision + 1)
         try:
             written = trimmed(written)
@@ -318,7 +367,28 @@ class DesiredStore:
                 f"{self.where}: would have {len(content)} bytes, but readers accept at most {MOST_BYTES}: use shorter "
                 "paths or URLs; a full weight file needs no others"
             )
-        return written if self._storage.replace(stored, content) else None
+        return written if self._storage.replace(stored, content, first) else None
+
+
+@contextmanager
+def unchanging(desired_store: DesiredStore) -> Iterator[DesiredState]:
+    """Yield the state, which nobody changes in the block: for who removes files that it does not name.
+
+    Writers wait meanwhile. A remote document has no lock, and may change. Raises DesiredError.
+    """
+    storage = desired_store._storage
+    with storage.locked() if isinstance(storage, _LocalStorage) else nullcontext():
+        yield desired_store.read()
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Return whether two paths lead to one file, which may not be there yet."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
 
 
 def _files(weights: DesiredWeights) -> tuple[DesiredWeights | DesiredBase, ...]:
@@ -431,16 +501,28 @@ class _LocalStorage:
         except WeightFileError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise DesiredError(str(error)) from error
+            if self._path.is_symlink():
+                text = (
+                    f"{self._path!s:.200}: is a link, and what it leads to is not there; mount that, or remove the link"
+                )
+                raise DesiredError(text) from error
             if self.folder.is_dir():
                 return _Stored(None)
             text = f"{self.folder!s:.200}: no such directory; create it, or mount what has it"
             raise DesiredError(text) from error
 
-    def replace(self, before: _Stored, content: bytes) -> bool:
+    def replace(self, before: _Stored, content: bytes, first: Callable[[], None] | None) -> bool:
         try:
-            with self._locked():
+            with self.locked():
+                if self._path.is_symlink():  # each folder with such a link would have a lock of its own
+                    text = (
+                        f"{self._path}: is a link, which is only read; write to the folder of {self._path.readlink()}"
+                    )
+                    raise DesiredError(text)
                 if self.read() != before:
                     return False
+                if first:
+                    first()
                 remove_abandoned(self.folder, NAME)
                 with new_file(self._path) as file:
                     file.write(content)
@@ -449,7 +531,13 @@ class _LocalStorage:
         return True
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """Lock the document for the block. Raises OSError, and DesiredError, also for a link to a document."""
+        if self._path.is_symlink():  # each folder with such a link would have a lock of its own
+            text = (
+                f"{self._path}: is a link, and only read; write to the folder of the document: {self._path.readlink()}"
+            )
+            raise DesiredError(text)
         fd = self._open_lock()
         try:
             self._lock(fd)
@@ -539,9 +627,13 @@ class _RemoteStorage:
         except WeightFileError as error:
             raise DesiredError(str(error)) from error
 
-    def replace(self, before: _Stored, content: bytes) -> bool:
+    def replace(self, before: _Stored, content: bytes, first: Callable[[], None] | None) -> bool:
         from weightswap_runtime.sources.urls import replace_object
 
+        if first:
+            if self.read() != before:
+                return False
+            first()
         try:
             return replace_object(self._url, content, before.tag)
         except WeightFileError as error:

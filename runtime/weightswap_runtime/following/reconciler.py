@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -117,7 +118,9 @@ class Reconciler:
         files = fingerprints((path, *bases), target.check)
         try:
             target.apply(
-                path, self._desired_store.located(desired), lambda: self._is_still_desired(desired, target.check)
+                path,
+                self._desired_store.located(desired),
+                partial(self._is_still, lambda now: now.weights_id == desired.weights_id, target.check),
             )
             self._refusal = self.last_error = None
         except StageCancelled:
@@ -128,10 +131,10 @@ class Reconciler:
         if self._refusal is not None and (target.serves_nothing or withdrawn):
             self._serve_last_good(state, target)
 
-    def _is_still_desired(self, weights: DesiredWeights, check: Callable[[], None]) -> bool:
-        """Return whether these weights are still desired, which may change during a staging; True if unreachable."""
+    def _is_still(self, wanted: Callable[[DesiredState], bool], check: Callable[[], None]) -> bool:
+        """Return whether weights are still wanted, which may change during a staging; True if unreachable."""
         try:
-            return self._desired_store.read(check).weights_id == weights.weights_id
+            return wanted(self._desired_store.read(check))
         except StageCancelled:
             raise
         except WeightswapError:
@@ -147,13 +150,26 @@ class Reconciler:
 
     def _serve_last_good(self, state: DesiredState, target: FollowTarget) -> None:
         for weights in reversed(state.history):
+            is_good = partial(_is_good, weights.weights_id)
             try:
-                target.apply(self._desired_store.locate(weights), self._desired_store.located(weights), lambda: True)
+                target.apply(
+                    self._desired_store.locate(weights),
+                    self._desired_store.located(weights),
+                    partial(self._is_still, is_good, target.check),
+                )
             except StageCancelled:
                 raise
             except Exception:  # reported as an event
                 continue
             return
+
+
+def _is_good(weights_id: str, state: DesiredState) -> bool:
+    """Return whether weights may stand in for the desired ones: an operator may have withdrawn them meanwhile."""
+    good = (*state.history, *((state.weights,) if state.weights else ()))
+    return any(each.weights_id == weights_id for each in good) and all(
+        each.weights_id != weights_id for each in state.withdrawn
+    )
 
 
 class _Refusal(NamedTuple):

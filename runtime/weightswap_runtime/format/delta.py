@@ -196,7 +196,7 @@ def write_delta(
             digests={},
             labels=texts,
         )
-        write_changes(
+        _write_changes(
             Path(out),
             changes,
             lambda name: _content(fresh, name, changes[name]),
@@ -395,7 +395,7 @@ def new_delta_file(
         yield file
 
 
-def write_changes(
+def _write_changes(
     path: Path,
     changes: Mapping[str, Changed],
     content: Callable[[str], Iterable[memoryview]],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.sources.byte_source import LocalFile
 from weightswap_runtime.sources.location import Location, check_writable
 from weightswap_runtime.sources.opening import read_small
-from weightswap_runtime.sources.writing import companion
+from weightswap_runtime.sources.writing import PendingFile, companion
 from weightswap_runtime.tensors import BLOCK, TensorType, describe, digest_of, same_type
 
 from .canonical import canonical_order, new_weight_file
@@ -41,9 +42,9 @@ from .delta import (
     delta_stamp,
     goldens_of,
     joined_labels,
+    new_delta_file,
     parts_of,
     row_bytes,
-    write_changes,
 )
 from .safetensors import Stamp, TensorRow
 from .weight_set import SIGNATURE_SUFFIX, FileSet, StoredTensor, goldens_path, open_weights
@@ -73,6 +74,20 @@ def merge_deltas(
     Raises Unsupported, WeightFileError, GraphMismatch, BaseMismatch for deltas that do not follow each other,
     WeightsMismatch, and DigestMismatch for a damaged file; nothing has been written then.
     """
+    with merged_delta(deltas, out, labels=labels, progress=progress) as (delta, put):
+        put()
+    return delta
+
+
+@contextmanager
+def merged_delta(
+    deltas: Sequence[PathLike],
+    out: PathLike,
+    *,
+    labels: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Iterator[tuple[Delta, Callable[[], None]]]:
+    """Write what `merge_deltas` does to a temporary name, and yield a function that puts it in place."""
     check_writable(out)
     with _opened(deltas, out) as chain:
         last = chain.steps[-1]
@@ -88,18 +103,22 @@ def merge_deltas(
             digests={},
             labels=texts,
         )
-        beside = _beside(last.weights.location, Path(out))
-        write_changes(Path(out), changes, lambda name: [merged[name].data], blank, beside, chain.check_unchanged)
-    return Delta(
-        path=Path(out),
-        graph_id=blank.graph_id,
-        base=blank.base,
-        weights_id=blank.weights_id,
-        nbytes=sum(part.nbytes for part in merged.values()),
-        total_bytes=None,
-        changed=tuple(changes),
-        labels=texts,
-    )
+        delta = Delta(
+            path=Path(out),
+            graph_id=blank.graph_id,
+            base=blank.base,
+            weights_id=blank.weights_id,
+            nbytes=sum(part.nbytes for part in merged.values()),
+            total_bytes=None,
+            changed=tuple(changes),
+            labels=texts,
+        )
+        with (
+            _written(out),
+            new_delta_file(Path(out), changes, lambda name: [merged[name].data], blank) as file,
+        ):
+            chain.check_unchanged()
+            yield delta, partial(_put, file, last.weights.location, Path(out))
 
 
 def write_merged_set(base: PathLike, deltas: Sequence[PathLike], out: PathLike) -> Stamp:
@@ -108,6 +127,14 @@ def write_merged_set(base: PathLike, deltas: Sequence[PathLike], out: PathLike) 
     One weight is in memory at a time, beside what the deltas change. Files beside the last delta are copied as by
     `merge_deltas`. Raises what that raises; DigestMismatch also if the result would not have the id of the last.
     """
+    with merged_set(base, deltas, out) as (stamp, put):
+        put()
+    return stamp
+
+
+@contextmanager
+def merged_set(base: PathLike, deltas: Sequence[PathLike], out: PathLike) -> Iterator[tuple[Stamp, Callable[[], None]]]:
+    """Write what `write_merged_set` does to a temporary name, and yield a function that puts it in place."""
     check_writable(out)
     with open_weights(base) as full, _opened(deltas, out) as chain:
         check_other(full.location, out)
@@ -124,21 +151,34 @@ def write_merged_set(base: PathLike, deltas: Sequence[PathLike], out: PathLike) 
         rows = [TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in full.tensors.items()]
         data = ((row.name, _laid(full.tensors[row.name], changes.get(row.name))) for row in canonical_order(rows))
         labels, cast = last.stamp.labels, dict(stamp.cast) if stamp.cast else {}
-        try:
-            with new_weight_file(Path(out), rows, data, graph_id=stamp.graph_id, labels=labels, cast=cast) as (
+        with (
+            _written(out),
+            new_weight_file(Path(out), rows, data, graph_id=stamp.graph_id, labels=labels, cast=cast) as (
                 file,
                 written,
-            ):
-                if written.weights_id != last.stamp.weights_id:
-                    text = f"{full.where} and {len(deltas)} deltas give the weights {written.weights_id[:12]}"
-                    raise DigestMismatch(
-                        last.weights.where, [f"{text}, not {last.stamp.weights_id[:12]} as it claims"], _AGAIN
-                    )
-                with _beside(last.weights.location, Path(out)):
-                    file.rename(Path(out))
-        except OSError as error:
-            raise WeightFileError(f"{out!s:.200}: cannot be written ({error.strerror or error})") from error
-    return written
+            ),
+        ):
+            if written.weights_id != last.stamp.weights_id:
+                text = f"{full.where} and {len(deltas)} deltas give the weights {written.weights_id[:12]}"
+                raise DigestMismatch(
+                    last.weights.where, [f"{text}, not {last.stamp.weights_id[:12]} as it claims"], _AGAIN
+                )
+            yield written, partial(_put, file, last.weights.location, Path(out))
+
+
+@contextmanager
+def _written(out: PathLike) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise WeightFileError(f"{out!s:.200}: cannot be written ({reason})") from error
+
+
+def _put(file: PendingFile, last: Location, out: Path) -> None:
+    """Rename a file, once what lies beside the last delta is beside it."""
+    with _written(out), _beside(last, out):
+        file.rename(out)
 
 
 def _stamp_of(full: FileSet, first: _Step) -> Stamp:

@@ -212,6 +212,31 @@ def test_a_rollback_needs_something_to_go_to(service: Service) -> None:
     assert service.revision == 2
 
 
+@pytest.mark.parametrize("change", ["rollback", "set", "promote"])
+def test_a_file_that_is_removed_while_it_is_checked_is_not_desired(
+    change: str, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may remove it (`publish(keep=)`) until the change is written."""
+    service.set(1)
+    service.set(2)
+    path, read = service.folder / "v1.safetensors", storage.stamp_of
+
+    def removed(source: Any) -> Any:
+        stamp = read(source)
+        path.unlink()
+        return stamp
+
+    monkeypatch.setattr(storage, "stamp_of", removed)
+    write: dict[str, Callable[[], object]] = {
+        "rollback": lambda: service.desired_store.rollback(revision=2),
+        "set": lambda: service.desired_store.set(path, revision=2),
+        "promote": lambda: service.desired_store.promote(path),
+    }
+    with pytest.raises(WeightFileError, match="was removed meanwhile"):
+        write[change]()
+    assert service.revision == 2
+
+
 def test_weights_that_no_new_process_could_load_are_not_desired(
     service: Service, delta: WriteDelta, tmp_path: Path
 ) -> None:
@@ -345,19 +370,75 @@ def test_an_operator_who_writes_during_a_compaction_wins(chained: Service, monke
     with pytest.raises(RevisionConflict):
         chained.desired_store.compact(out, revision=4)
     assert not out.exists()
-    merge = storage.merge_deltas
-
-    def late(*arguments: Any) -> Any:
-        chained.desired_store.rollback(revision=5, by="ana")
-        return merge(*arguments)
-
-    monkeypatch.setattr(storage, "merge_deltas", late)
+    during_a_compaction(monkeypatch, lambda: chained.desired_store.rollback(revision=5, by="ana"))
     with pytest.raises(RevisionConflict, match="by ana"):
         chained.desired_store.compact(out, revision=5)
-    monkeypatch.undo()
+    assert not out.exists()
     state = chained.desired_store.read()
     assert (state.revision, len(state.withdrawn)) == (6, 1)
-    assert chained.desired_store.compact(out, revision=6).weights_id == state.weights_id  # over the file that was left
+    assert chained.desired_store.compact(out, revision=6).weights_id == state.weights_id
+
+
+def during_a_compaction(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
+    """Do something in the next compaction, after its checks and before it writes."""
+    check = DesiredStore._check_files
+
+    def checked(*arguments: Any) -> None:
+        check(*arguments)
+        monkeypatch.setattr(DesiredStore, "_check_files", check)
+        work()
+
+    monkeypatch.setattr(DesiredStore, "_check_files", checked)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_of_two_compactions_to_one_file_the_loser_changes_nothing(
+    full: bool, goes_on: bool, chained: Service, delta: WriteDelta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """goes_on: the winner is based on a later revision, with other weights."""
+    out = chained.folder / "short.safetensors"
+
+    def win() -> None:
+        if goes_on:
+            chained.desired_store.promote(delta(4, 5))
+        chained.desired_store.compact(out, revision=chained.revision, full=not full)
+
+    during_a_compaction(monkeypatch, win)
+    with pytest.raises(RevisionConflict):
+        chained.desired_store.compact(out, revision=5, full=full)
+    model = load(chained.tiny.path)
+    with model.follow(chained.folder, 0.01) as follower:
+        assert follower.wait(60)
+    assert serves(model, 5 if goes_on else 4)
+    assert not list(chained.folder.glob(".short*"))
+
+
+def test_a_compaction_removes_what_a_killed_one_has_left(chained: Service) -> None:
+    left = [chained.folder / f".{name}.tmp-0123abcd" for name in ("short.safetensors", "short.goldens.safetensors")]
+    other = chained.folder / ".other.safetensors.tmp-0123abcd"
+    for path in (*left, other):
+        path.write_bytes(b"half")
+    chained.desired_store.compact(chained.folder / "short.safetensors", revision=5)
+    assert [path.exists() for path in (*left, other)] == [False, False, True]
+
+
+@pytest.mark.parametrize("name", ["v0.safetensors", "desired.json"])
+@pytest.mark.parametrize("folder", ["{}/../service/", "{}/../other/", "../other/", "", "{}/"])
+def test_no_compaction_replaces_what_the_desired_store_names(
+    folder: str, name: str, chained: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by any path, and not through a link."""
+    (tmp_path / "other").symlink_to(chained.folder)
+    (chained.folder / "link.safetensors").symlink_to(name)
+    (chained.folder / "hard.safetensors").hardlink_to(chained.folder / name)
+    monkeypatch.chdir(chained.folder)
+    content = (chained.folder / name).read_bytes()
+    for out, says in ((name, "names this file"), ("link.safetensors", "is a link"), ("hard.safetensors", "names this")):
+        with pytest.raises(Unsupported, match=says):
+            chained.desired_store.compact(folder.format(chained.folder) + out, revision=5)
+    assert (chained.folder / name).read_bytes() == content
+    assert chained.revision == 5
 
 
 def test_only_a_chain_is_made_shorter(chained: Service, delta: WriteDelta) -> None:
@@ -621,6 +702,25 @@ def test_a_pipe_is_not_waited_for(service: Service) -> None:
     os.mkfifo(service.folder / "desired.json")
     with pytest.raises(DesiredError, match="not a regular file"):
         service.desired_store.read()
+
+
+def test_a_document_behind_a_link_is_only_read(service: Service, tmp_path: Path) -> None:
+    """As Kubernetes mounts one. A writer there would take another lock than one beside the document."""
+    service.set(1)
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "..data").symlink_to(service.folder)
+    (linked / "desired.json").symlink_to("..data/desired.json")
+    desired_store, path = DesiredStore(linked), service.write(2)
+    assert desired_store.read() == service.desired_store.read()
+    for write in (lambda: desired_store.hold(revision=1), lambda: desired_store.promote(path)):
+        with pytest.raises(DesiredError, match=r"is a link, and only read; write to the folder of .*\.\.data/desired"):
+            write()
+    (linked / "..data").unlink()
+    for use in (desired_store.read, lambda: desired_store.set(path, revision=0), lambda: desired_store.promote(path)):
+        with pytest.raises(DesiredError, match="what it leads to is not there"):
+            use()
+    assert (service.revision, sorted(each.name for each in linked.iterdir())) == (1, ["desired.json"])
 
 
 def test_a_desired_store_that_is_away_is_not_made(service: Service, tmp_path: Path) -> None:

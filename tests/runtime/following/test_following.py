@@ -315,6 +315,29 @@ def test_a_model_that_serves_nothing_takes_the_last_good_weights(tiny: TinyArtif
         assert eventually(lambda: serves(model, 3))
 
 
+@pytest.mark.parametrize("meanwhile", ["rolled back", "unreadable"])
+def test_weights_of_the_history_that_are_withdrawn_during_their_staging_are_not_served(
+    meanwhile: str, service: Service
+) -> None:
+    service.set(1)
+    second = service.set(2)
+    service.set(3)
+    damaged(service, service.folder / "v3.safetensors")
+    model = load(service.tiny.path)
+
+    def write(event: Event) -> None:
+        if event.kind == "staged" and event.weights_id == second:
+            if meanwhile == "unreadable":
+                (service.folder / "desired.json").write_bytes(b"torn")
+            elif service.revision == 3:
+                service.desired_store.rollback(revision=3, to=weights_id_of(service.folder / "v1.safetensors"))
+
+    with model.follow(service.folder, SOON, callback=write):
+        assert eventually(lambda: model.generation is not None)
+    assert serves(model, 1 if meanwhile == "rolled back" else 2)
+    assert model.generation == 0
+
+
 def test_what_is_withdrawn_gives_way_to_the_last_good_weights(model: Model, service: Service) -> None:
     """The target of the rollback is refused, so the history decides, as in a process that starts then."""
     service.set(1)
