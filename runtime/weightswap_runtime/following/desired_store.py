@@ -514,11 +514,6 @@ class _LocalStorage:
     def replace(self, before: _Stored, content: bytes, first: Callable[[], None] | None) -> bool:
         try:
             with self.locked():
-                if self._path.is_symlink():  # each folder with such a link would have a lock of its own
-                    text = (
-                        f"{self._path}: is a link, which is only read; write to the folder of {self._path.readlink()}"
-                    )
-                    raise DesiredError(text)
                 if self.read() != before:
                     return False
                 if first:
