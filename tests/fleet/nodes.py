@@ -51,10 +51,10 @@ class MortalDesiredStore(DesiredStore):
 
     dies = ""
 
-    def _write(self, revision: int, work: Callable[[DesiredState], DesiredState]) -> DesiredState:
+    def _write(self, *args: Any, **options: Any) -> DesiredState:
         if self.dies == "before":
             raise Died
-        written = super()._write(revision, work)
+        written = super()._write(*args, **options)
         if self.dies == "after":
             raise Died
         return written
