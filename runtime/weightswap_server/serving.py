@@ -9,7 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from weightswap_runtime.transfer.keeping import newest_kept
 from weightswap_server.admin.access import AdminSettings
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.http.app import http_app
+from weightswap_server.http.handover import Handed
 from weightswap_server.http.listening import HttpServer, listening, new_loop
 from weightswap_server.service.service import Service
 
@@ -43,20 +44,20 @@ class Server:
         models: Mapping[str, ServedModel],
         settings: Settings,
         admin: AdminSettings | None = None,
-        listener: socket.socket | None = None,
+        handed: Handed | None = None,
     ) -> None:
         """models: by the names that requests use; the server closes them when it ends. admin: the admin plane's.
-        listener: a listening socket shared with other processes; the gRPC port is then shared, too.
+        handed: HTTP connections that another process accepts for this one; the gRPC port is then shared.
 
         Raises Unsupported.
         """
         self.settings = settings
         self.service = Service(models, settings)
-        self._http = HttpServer(http_app(self.service), settings)
+        self._http = HttpServer(http_app(self.service), settings, handed)
         self.admin = AdminPlane(self.service, admin) if admin is not None else None
         self._grpc: GrpcServer | None = None
         self._listening_callbacks: list[Callable[[], object]] = []
-        self._listener = listener
+        self._handed = handed
         self.http_port = 0
         self.grpc_port = 0
 
@@ -68,13 +69,16 @@ class Server:
         with (
             closing(self.service),
             self.admin.running() if self.admin is not None else nullcontext(),
-            self._listener or listening(self.settings.host, self.settings.http_port) as listener,
+            ExitStack() as stack,
         ):
-            self.http_port = listener.getsockname()[1]
+            sockets = []
+            if self._handed is None:
+                sockets.append(stack.enter_context(listening(self.settings.host, self.settings.http_port)))
+                self.http_port = sockets[0].getsockname()[1]
             try:
                 self._listen_for_grpc()
                 with asyncio.Runner(loop_factory=new_loop) as runner:
-                    runner.run(self._serve(listener))
+                    runner.run(self._serve(sockets))
             finally:
                 if self._grpc is not None:
                     self._grpc.close(self.settings.grace)
@@ -90,7 +94,7 @@ class Server:
         if self.settings.grpc_port is not None:
             from weightswap_server.grpc.service import GrpcServer
 
-            self._grpc = GrpcServer(self.service, shared=self._listener is not None)
+            self._grpc = GrpcServer(self.service, shared=self._handed is not None)
             self.grpc_port = self._grpc.port
 
     def on_listening(self, tell: Callable[[], object]) -> None:
@@ -120,12 +124,12 @@ class Server:
             self.stop()
             thread.join()
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _serve(self, sockets: list[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
         with signals(loop, self.stop):
             for callback in self._listening_callbacks:
                 callback()
-            await self._http.serve(sockets=[listener])
+            await self._http.serve(sockets)
 
 
 @contextmanager

@@ -177,7 +177,7 @@ def _check_processes(fleet: Fleet, generation: int) -> None:
     """The status and the command show the owner and each worker."""
 
     def told() -> list[Any]:
-        return list(fleet.operator.get("/admin/status")["processes"])
+        return fleet.processes
 
     serving = {"generation": generation, "weights_id": fleet.infer()[0]}
     eventually(lambda: all(each["models"] == {"tiny": serving} and each["ready"] for each in told()), 5)

@@ -60,6 +60,11 @@ class Running:
     def status(self) -> Any:
         return self.operator.get("/admin/models/tiny")
 
+    @property
+    def processes(self) -> list[Any]:
+        """The processes as they have reported last."""
+        return list(self.operator.get("/admin/status")["processes"])
+
     def change(self, what: str, model: str = "tiny", **fields: Any) -> Any:
         return self.operator.post(f"/admin/models/{model}/{what}", fields)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, cast
@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from weightswap_server.settings import Settings
 
 from .bodies import RECEIVED
+from .handover import Handed
 
 ON_DISCONNECT = "weightswap.on_disconnect"  # in a scope: a callback for a client that disconnects before its response
 _BACKLOG = 2048
@@ -27,10 +28,12 @@ _MOST_WAITING = 128  # requests of one connection that were sent before their pr
 class HttpServer(uvicorn.Server):
     """uvicorn, with the limits of the settings."""
 
-    def __init__(self, app: Any, settings: Settings) -> None:
+    def __init__(self, app: Any, settings: Settings, handed: Handed | None = None) -> None:
+        """handed: connections that another process has accepted."""
+        on_closed = handed.count_closed if handed is not None else lambda: None
         config = uvicorn.Config(
             app,
-            http=cast("Any", partial(GuardedProtocol, settings)),
+            http=cast("Any", partial(GuardedProtocol, settings, on_closed)),
             ws="none",
             lifespan="off",
             loop="asyncio",
@@ -43,6 +46,17 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=max(1, round(settings.grace)),
         )
         super().__init__(config)
+        self._handed = handed
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve. sockets: that listen; none if all connections are handed over."""
+        await super().startup(sockets)
+        if self._handed is not None:
+            protocol = cast("Any", self.config.http_protocol_class)  # called as uvicorn's own startup does
+            state = self.lifespan.state
+            new_protocol = partial(protocol, config=self.config, server_state=self.server_state, app_state=state)
+            self._handed.serve(new_protocol)
+            self.servers.append(cast("Any", self._handed))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -99,9 +113,9 @@ class GuardedProtocol(HttpToolsProtocol):
     client's request would be taken for a request of another.
     """
 
-    def __init__(self, settings: Settings, **options: Any) -> None:
+    def __init__(self, settings: Settings, on_closed: Callable[[], object], **options: Any) -> None:
         super().__init__(**options)
-        self._settings = settings
+        self._settings, self._on_closed = settings, on_closed
         self._timers: dict[Literal["request", "response"], asyncio.TimerHandle] = {}
         self._reads_headers = self._reads_body = False  # of a request, which may be answered before its body ends
         self._header_bytes = 0  # bytes that the parser keeps, or has taken for headers or the frame of a body
@@ -120,6 +134,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             cast("dict[str, Any]", self.cycle.scope).get(ON_DISCONNECT, bool)()
         super().connection_lost(exc)
+        self._on_closed()
 
     def data_received(self, data: bytes) -> None:
         self._header_bytes += len(data)

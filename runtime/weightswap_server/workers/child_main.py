@@ -35,6 +35,7 @@ from weightswap_server.admin.journal import JournalState
 from weightswap_server.admin.operations import SourceChange
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.errors import log
+from weightswap_server.http.handover import Handed
 from weightswap_server.protocol import Process
 from weightswap_server.service.service import Service
 from weightswap_server.serving import ModelSource, Server
@@ -113,7 +114,7 @@ def _serve(manager: ManagerConnection) -> None:
     """Answer requests, once warm, until SIGTERM or the manager's end."""
     task = manager.task
     models = {name: join(source.artifact, task.segments[name], task.slot) for name, source in task.sources.items()}
-    server = Server(models, task.settings, listener=socket.socket(fileno=task.listener))
+    server = Server(models, task.settings, handed=Handed(*task.handover))
     for served in server.service.served:
         served.switch = Control(task.segments[served.name].control)
     trials = WorkerTrials(server.service.served)
@@ -174,7 +175,7 @@ class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
     require_signature: tuple[str, ...] = ()  # public keys
     op_libraries: tuple[str, ...] = ()  # whose import registers operators
     slot: int = 0  # of a worker, in the segments
-    listener: int = -1  # the descriptor of a worker's socket
+    handover: tuple[int, int] = (-1, -1)  # descriptors of a worker's connections
     journals: Mapping[str, JournalState] = {}  # by model, of an earlier owner when it ended
 
 

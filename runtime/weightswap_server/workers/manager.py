@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from weightswap_runtime.sources.location import is_url
 from weightswap_server.admin.access import ENVIRONMENT, AdminSettings
 from weightswap_server.admin.journal import JournalState
 from weightswap_server.errors import log
+from weightswap_server.http.handover import Dispatcher, Handover
 from weightswap_server.http.listening import bind, listening
 from weightswap_server.protocol import Process
 from weightswap_server.serving import ModelSource, signals
@@ -110,20 +111,22 @@ class Workers:
         totals = Totals()
         tasks = [
             self._task("owner", segments),
-            *(self._task("worker", mapped, slot, listener.fileno()) for slot in range(self._number)),
+            *(self._task("worker", mapped, slot) for slot in range(self._number)),
         ]
 
         def processes() -> list[Process]:
             return [child.status for child in (owner, *workers)]
 
+        dispatcher = Dispatcher(listener)
         owner = Child(tasks[0], totals, processes, self._timeout)
-        workers = [Child(task, totals, processes, self._timeout, owner.send) for task in tasks[1:]]
+        workers = [Child(task, totals, processes, self._timeout, owner.send, dispatcher) for task in tasks[1:]]
         self._serving = asyncio.create_task(self._serve(owner, workers))
         with signals(asyncio.get_running_loop(), self.stop):
             try:
                 with suppress(asyncio.CancelledError):
                     await self._serving
             finally:
+                dispatcher.close()
                 listener.close()
                 await asyncio.gather(*(worker.end(self.settings.grace) for worker in workers))
                 await owner.end(0.0)
@@ -136,7 +139,7 @@ class Workers:
             callback()
         await asyncio.get_running_loop().create_future()
 
-    def _task(self, role: Role, segments: _Segments, slot: int = 0, listener: int = -1) -> ChildTask:
+    def _task(self, role: Role, segments: _Segments, slot: int = 0) -> ChildTask:
         shared = msgspec.structs.replace(self.settings, grpc_port=self.grpc_port or None)
         libraries = {name for source in self._sources.values() for name in source.options.get("op_libraries", ())}
         return ChildTask(
@@ -153,7 +156,6 @@ class Workers:
             require_signature=self._keys,
             op_libraries=tuple(sorted(libraries)),
             slot=slot,
-            listener=listener,
         )
 
 
@@ -196,12 +198,14 @@ class Child:
         processes: Callable[[], list[Process]],
         timeout: float,
         pass_on: Callable[[bytes], object] = lambda _: None,
+        dispatcher: Dispatcher | None = None,
     ) -> None:
         """processes: returns those of all children. timeout: seconds of silence before a process is killed; 0: never.
-        pass_on: takes messages for the owner.
+        pass_on: takes messages for the owner. dispatcher: hands a worker its connections.
         """
         self._name, self._task, self._totals, self._timeout = task.name, task, totals, timeout
-        self._processes, self._pass_on = processes, pass_on
+        self._processes, self._pass_on, self._dispatcher = processes, pass_on, dispatcher
+        self._handover: Handover | None = None
         self._writer: asyncio.StreamWriter | None = None
         self.status = self._starting(0)  # as last reported; pid 0: not started yet
         self._reported: bool | None = None  # since the last check; None until it is ready
@@ -241,35 +245,43 @@ class Child:
 
     async def _run(self) -> int:
         """Run one process to its end, and return its exit code."""
+        with self._dispatcher.handover() if self._dispatcher is not None else nullcontext() as self._handover:
+            process, ours = await self._start()
+            self.status = self._starting(process.pid)
+            reader, writer = await asyncio.open_connection(sock=ours, limit=_MOST_LINE)
+            writer.write(msgspec.json.encode(self._task) + b"\n")
+            self._writer = writer
+            receiving = asyncio.create_task(self._receive(process.pid, reader, writer))
+            watching = asyncio.create_task(self._kill_if_silent(process))
+            try:
+                return await process.wait()
+            finally:
+                await asyncio.wait([receiving], timeout=1)  # for its last messages
+                receiving.cancel()
+                watching.cancel()
+                self._writer = None
+                writer.close()
+                self._totals.end(process.pid)
+                self._empty_slots()
+
+    async def _start(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        """Start a process, and return it and the socket of its messages."""
         ours, theirs = socket.socketpair()
-        shared = [descriptor for segment in self._task.segments.values() for descriptor in segment.descriptors]
-        passed = [theirs.fileno(), *shared, *([self._task.listener] if self._task.listener >= 0 else [])]
+        passed = [descriptor for segment in self._task.segments.values() for descriptor in segment.descriptors]
+        if self._handover is not None:
+            self._task = msgspec.structs.replace(self._task, handover=self._handover.descriptors)
+            passed += self._handover.descriptors
         command = [sys.executable, "-P", "-m", "weightswap_server.workers.child_main", str(theirs.fileno())]
         self._failure, self._reported = "", None
         with theirs:
-            self._process = process = await asyncio.create_subprocess_exec(
+            self._process = await asyncio.create_subprocess_exec(
                 *command,
-                pass_fds=passed,
+                pass_fds=[theirs.fileno(), *passed],
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
                 env=environment(self._task),
             )
-        self.status = self._starting(process.pid)
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_MOST_LINE)
-        writer.write(msgspec.json.encode(self._task) + b"\n")
-        self._writer = writer
-        receiving = asyncio.create_task(self._receive(process.pid, reader, writer))
-        watching = asyncio.create_task(self._kill_if_silent(process))
-        try:
-            return await process.wait()
-        finally:
-            await asyncio.wait([receiving], timeout=1)  # for its last messages
-            receiving.cancel()
-            watching.cancel()
-            self._writer = None
-            writer.close()
-            self._totals.end(process.pid)
-            self._empty_slots()
+        return self._process, ours
 
     async def _kill_if_silent(self, process: asyncio.subprocess.Process) -> None:
         """Kill the process once it has been silent for the timeout.
@@ -300,10 +312,9 @@ class Child:
                 if message.kind == "failed":
                     self._failure = message.text
                 elif message.kind == "ready":
-                    self._reported = True
                     self._set_ready(message.text)
                 elif message.kind == "alive":
-                    self._reported = True
+                    self._set_alive()
                     self.status = msgspec.structs.replace(
                         msgspec.json.decode(message.text, type=Process), since=self.status.since, heard=time.time()
                     )
@@ -337,8 +348,14 @@ class Child:
             self._writer.write(raw)
 
     def _set_ready(self, text: str) -> None:
+        self._set_alive()
         if not self._ready.done():
             self._ready.set_result(text)
+
+    def _set_alive(self) -> None:
+        self._reported = True
+        if self._handover is not None:
+            self._handover.ready = True
 
     async def end(self, grace: float) -> None:
         """Stop the process with SIGTERM, and kill it if it does not end within the grace."""
