@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,12 +28,12 @@ from weightswap_exporter.modules.libraries import peft_base
 from weightswap_exporter.modules.tensors import TieKey, tie_key
 from weightswap_runtime import Artifact, DesiredStore, load
 from weightswap_runtime.errors import CheckpointError, WaitTimeout, WeightswapError, join_seconds, text_of
-from weightswap_runtime.following.desired_state import DesiredState
 from weightswap_runtime.following.desired_store import Known, stamp_of, unchanging
+from weightswap_runtime.following.unused import in_use, remove, stamps_in, unused
 from weightswap_runtime.following.watching import Policy, check_promotion_policy, check_proven
 from weightswap_runtime.format.delta import DeltaStamp
 from weightswap_runtime.format.safetensors import Stamp
-from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SIGNATURE_SUFFIX, SUFFIX, goldens_path
+from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.sources.location import check_writable, fixed
 from weightswap_runtime.sources.writing import companion, remove_abandoned
 from weightswap_runtime.tensors import Blocks, Tolerance
@@ -268,11 +268,13 @@ def _remove_older(directory: Path, desired_store: DesiredStore, keep: int) -> No
         by_time = sorted(written, key=lambda path: path.stat().st_mtime_ns)
         # by step, too, as clocks are set back; what appears from now on is in neither, as it may be promoted at once
         older = set(by_time[: -keep - 1]) & set(sorted(written)[: -keep - 1])
-        stamps = _stamps(directory)
+        stamps = stamps_in(directory)
         with unchanging(desired_store) as state:  # a rollback during the decision would find its file gone
-            removed = _remove_unused(
-                stamps, _in_use(state, keep), lambda path, stamp: path in older and _is_published(path, stamp)
+            removed = unused(
+                stamps, in_use(state, keep), lambda path, stamp: path in older and _is_published(path, stamp)
             )
+            for path in removed:
+                remove(path)
     except (WeightswapError, OSError) as error:
         _log.warning("%s: older files were not removed: %s: %s", directory, type(error).__name__, text_of(error))
     else:
@@ -288,58 +290,6 @@ def _is_published(path: Path, stamp: Stamp | DeltaStamp) -> bool:
         and stamp.weights_id.startswith(match[2])
         and stamp.labels.get("step") == str(int(match[1]))
     )
-
-
-def _in_use(state: DesiredState, keep: int) -> set[str]:
-    """Return the ids of weights whose files a desired store may need.
-
-    These are the desired ones, the last `keep` of the history and of those withdrawn, which an operator may set again,
-    and the bases of all these.
-    """
-    kept = [*state.history[-keep:], *state.withdrawn[-keep:], *((state.weights,) if state.weights else ())]
-    return {each.weights_id for each in kept} | {base.weights_id for each in kept for base in each.bases or ()}
-
-
-def _stamps(folder: Path) -> dict[Path, Stamp | DeltaStamp | None]:
-    """Read the stamps of the weight files in a folder. Raises WeightFileError for an unreadable one: perhaps a delta"""
-    return {
-        path: stamp_of(path)
-        for path in sorted(folder.iterdir())
-        if path.name.endswith(SUFFIX) and not path.name.endswith(GOLDENS_SUFFIX) and path.is_file()
-    }
-
-
-def _remove_unused(
-    stamps: Mapping[Path, Stamp | DeltaStamp | None],
-    used: set[str],
-    may_go: Callable[[Path, Stamp | DeltaStamp], bool],
-) -> list[Path]:
-    """Remove weight files of a folder, each with the goldens and the signature beside it, and return their paths.
-
-    A file stays if its weights are among `used`, if a file that stays is a delta from them, or a copy of them, and if
-    `may_go` does not give it up. Links, folders, and files that weightswap has not written are never removed. Raises
-    OSError for one that cannot be removed.
-    """
-    staying, going = set(used), []
-    for path, stamp in stamps.items():
-        if stamp is not None and stamp.weights_id not in used and not path.is_symlink() and may_go(path, stamp):
-            going.append((path, stamp))
-        elif stamp is not None:
-            staying |= _needed(stamp)
-    # what stays may need others, and these again others
-    while needed := [stamp for _, stamp in going if stamp.weights_id in staying]:
-        staying.update(*(_needed(stamp) for stamp in needed))
-        going = [(path, stamp) for path, stamp in going if stamp.weights_id not in staying]
-    for path, _ in going:
-        path.unlink(missing_ok=True)  # first: who finds it shall find its goldens, too
-        for beside in (goldens_path(path), path.with_name(path.name + SIGNATURE_SUFFIX)):
-            with suppress(FileNotFoundError):
-                beside.unlink()
-    return [path for path, _ in going]
-
-
-def _needed(stamp: Stamp | DeltaStamp) -> set[str]:
-    return {stamp.weights_id, stamp.base} if isinstance(stamp, DeltaStamp) else {stamp.weights_id}
 
 
 def _copied(model: nn.Module) -> Checkpoint:

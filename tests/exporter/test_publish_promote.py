@@ -26,6 +26,7 @@ from weightswap_runtime import (
     write_delta,
 )
 from weightswap_runtime.following import desired_store as storage
+from weightswap_runtime.following import unused
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
 GOLDENS = [((X,), {})]
@@ -196,7 +197,7 @@ def test_what_another_trainer_promotes_meanwhile_stays(
     """Its file appears when this trainer reads the folder, with a time from before: its clock is behind."""
     publish_steps(renamed, desired_store, range(1, 5), keep=None)
     late = publish(trained(6.0), tmp_path / "elsewhere", renamed, step=6, goldens=GOLDENS).wait(60).path
-    read, others = publishing.stamp_of, DesiredStore(desired_store.where)
+    read, others = unused.stamp_of, DesiredStore(desired_store.where)
 
     def overtaken(path: Path) -> Any:
         if late.exists():
@@ -204,7 +205,7 @@ def test_what_another_trainer_promotes_meanwhile_stays(
             others.promote(late.replace(Path(desired_store.where) / late.name))
         return read(path)
 
-    monkeypatch.setattr(publishing, "stamp_of", overtaken)
+    monkeypatch.setattr(unused, "stamp_of", overtaken)
     publish_steps(renamed, desired_store, range(5, 6), keep=1)
     desired = desired_store.read().weights
     assert desired is not None
@@ -212,7 +213,7 @@ def test_what_another_trainer_promotes_meanwhile_stays(
     assert weight_files(desired_store)[-1] == "6"
 
 
-@pytest.mark.parametrize("moment", ["stamp_of", "_in_use"])
+@pytest.mark.parametrize("moment", ["stamps_in", "in_use"])
 def test_what_an_operator_goes_back_to_meanwhile_stays(
     moment: str, renamed: Artifact, desired_store: DesiredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +225,7 @@ def test_what_an_operator_goes_back_to_meanwhile_stays(
     def overtaken(*arguments: Any) -> Any:
         if not tries:
             tries.append(moment)
-            with pytest.raises(DesiredError, match="has held") if moment == "_in_use" else nullcontext():
+            with pytest.raises(DesiredError, match="has held") if moment == "in_use" else nullcontext():
                 others.rollback(revision=5, to=first.weights_id)
         return step(*arguments)
 
@@ -233,7 +234,7 @@ def test_what_an_operator_goes_back_to_meanwhile_stays(
     desired = desired_store.read().weights
     assert (tries, desired is not None) == ([moment], True)
     assert Path(desired_store.locate(desired)).exists()  # type: ignore[arg-type]
-    assert first.path.exists() == (moment == "stamp_of")
+    assert first.path.exists() == (moment == "stamps_in")
 
 
 def test_a_clock_that_was_set_back_makes_no_file_old(renamed: Artifact, desired_store: DesiredStore) -> None:

@@ -175,12 +175,12 @@ def test_what_was_not_allowed_is_not_read(server: Server, folder: Path, source: 
 def test_what_was_allowed(folder: Path) -> None:
     allowed = AllowList([str(folder / "allowed"), "https://models.example/prod", "s3://bucket"], folder / "uploads")
     file = folder / "allowed" / "v2.safetensors"
-    assert allowed.weights(str(file)) == file
-    assert allowed.weights(os.path.relpath(file)) == file
-    for url in ("https://models.example/prod/a/v.safetensors", "s3://bucket/v", "s3://bucket/v?versionId=a.b_c"):
-        assert fixed_text(allowed.weights(url)) == url
-    with pytest.raises(Forbidden):
-        AllowList([]).weights(str(file))
+    urls = ("https://models.example/prod/a/v.safetensors", "s3://bucket/v", "s3://bucket/v?versionId=a.b_c")
+    for source, where in {str(file): str(file), os.path.relpath(file): str(file), **{url: url for url in urls}}.items():
+        with allowed.weights(source) as location:
+            assert fixed_text(location) == where
+    with pytest.raises(Forbidden), AllowList([]).weights(str(file)):
+        pass
     for wrong in ("nowhere", "https://u:p@host/", "https://host/?a=b", "file:///tmp", "https://host/../a"):
         with pytest.raises(Unsupported, match="admin-allow"):
             AllowList([wrong])
@@ -212,11 +212,12 @@ def test_a_link_that_is_made_after_the_check_is_not_followed(
     tiny: TinyArtifact, weight_file: WriteWeights, shards: Path, changed: str
 ) -> None:
     source = shards / "allowed/set/m.safetensors.index.json"
-    location: Any = AllowList([str(shards / "allowed")]).weights(str(source))
     model = load(tiny.path, weight_file(1))
-    replace_by_link(shards / "allowed/set" / changed, shards / "outside" / changed)
-    with pytest.raises(WeightFileError, match="a link leads to where nothing may be read"):
-        model.swap(location)
+    location: Any
+    with AllowList([str(shards / "allowed")]).weights(str(source)) as location:
+        replace_by_link(shards / "allowed/set" / changed, shards / "outside" / changed)
+        with pytest.raises(WeightFileError, match="a link leads to where nothing may be read"):
+            model.swap(location)
     assert serves(model, 1)
 
 
@@ -225,9 +226,10 @@ def test_a_link_to_what_is_allowed_is_followed(tiny: TinyArtifact, weight_file: 
     (folder / "m.goldens.safetensors").unlink()
     (folder / "1.safetensors").rename(shards / "allowed/blob")
     (folder / "1.safetensors").symlink_to("../blob")
-    location: Any = AllowList([str(shards / "allowed")]).weights(str(folder))
     model = load(tiny.path, weight_file(1))
-    model.swap(location)
+    location: Any
+    with AllowList([str(shards / "allowed")]).weights(str(folder)) as location:
+        model.swap(location)
     assert serves(model, 2)
 
 
@@ -238,9 +240,11 @@ def test_a_link_that_changes_during_the_check_is_refused(tmp_path: Path, monkeyp
         raise OSError(errno.EINVAL, "Invalid argument")  # what was a link a moment ago is a file
 
     monkeypatch.setattr(os.path, "realpath", realpath)
-    for check in (allowed.weights, allowed.folder):
-        with pytest.raises(Forbidden, match="Invalid argument"):
-            check(str(tmp_path / "v.safetensors"))
+    path = str(tmp_path / "v.safetensors")
+    with pytest.raises(Forbidden, match="Invalid argument"), allowed.weights(path):
+        pass
+    with pytest.raises(Forbidden, match="Invalid argument"):
+        allowed.folder(path)
 
 
 def test_redirects_lead_to_allowed_hosts_alone(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
@@ -256,13 +260,14 @@ def test_redirects_lead_to_allowed_hosts_alone(tiny: TinyArtifact, weight_file: 
         for server in (web, other):
             server.put("v2.safetensors", weight_file(2).read_bytes())
         model = load(tiny.path, weight_file(1))
-        location: Any = AllowList([f"{web.url}/latest.safetensors"]).weights(f"{web.url}/latest.safetensors")
-        target = f"{other.url}/v2.safetensors"
-        with pytest.raises(WeightFileError, match=f"redirects to {target}"):
+        location: Any
+        with AllowList([f"{web.url}/latest.safetensors"]).weights(f"{web.url}/latest.safetensors") as location:
+            target = f"{other.url}/v2.safetensors"
+            with pytest.raises(WeightFileError, match=f"redirects to {target}"):
+                model.swap(location)
+            assert not other.requests
+            target = "/v2.safetensors?signature=abc"
             model.swap(location)
-        assert not other.requests
-        target = "/v2.safetensors?signature=abc"
-        model.swap(location)
         assert serves(model, 2)
 
 
@@ -453,7 +458,15 @@ def test_tokens_of_other_letters() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"port": 0, "socket": "x"}, {"port": 0, "max_uploads": 0}, {"port": 0, "upload_timeout": -1.0}]
+    "fields",
+    [
+        {},
+        {"port": 0, "socket": "x"},
+        {"port": 0, "max_uploads": 0},
+        {"port": 0, "upload_timeout": -1.0},
+        {"port": 0, "upload_keep": 1},
+        {"port": 0, "upload_keep": 0, "upload_dir": "uploads"},
+    ],
 )
 def test_settings_that_cannot_be_meant(fields: Any) -> None:
     with pytest.raises(Unsupported):

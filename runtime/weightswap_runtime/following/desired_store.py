@@ -183,7 +183,7 @@ class DesiredStore:
         return target
 
     def _check_files(self, weights: DesiredWeights) -> None:
-        for file in _files(weights):
+        for file in files_of(weights):
             where = self.locate(file)
             stamp = check_file(where, file.weights_id)
             if isinstance(stamp, DeltaStamp) and file is weights and not weights.bases:
@@ -260,7 +260,7 @@ class DesiredStore:
         self._check_files(weights)
         for beside in (Path(out), goldens_path(Path(out))):
             remove_abandoned(beside.parent, beside.name)
-        first, *deltas = (self.locate(file) for file in _files(weights))
+        first, *deltas = (self.locate(file) for file in files_of(weights))
         after = replace(state, weights=replace(weights, source=name, bases=UNSET if full else weights.bases[:1]))
         with merged_set(first, deltas, out) if full else merged_delta(deltas, out) as (merged, put):
             if merged.weights_id != weights.weights_id:
@@ -276,7 +276,7 @@ class DesiredStore:
         """Raise Unsupported for a link, and for a file that the document names, under this path or another."""
         if out.is_symlink():
             raise Unsupported(f"{out}: is a link; name the file to write")
-        named = {self._local(file) for entry in state.known for file in _files(entry)} - {None}
+        named = {self._local(file) for entry in state.known for file in files_of(entry)} - {None}
         if self.is_local:
             named.add(Path(self.where) / NAME)
         if any(_is_same(path, out) for path in named if path):
@@ -320,7 +320,7 @@ class DesiredStore:
 
     def _check_there(self, state: DesiredState) -> None:
         """Raise WeightFileError if a local file of the desired weights is gone: `publish(keep=)` removes files."""
-        for file in _files(state.weights) if state.weights else ():
+        for file in files_of(state.weights) if state.weights else ():
             path = self._local(file)
             if path is not None and not path.exists():
                 raise WeightFileError(f"{path}: was removed meanwhile; choose other weights")
@@ -391,7 +391,7 @@ def _is_same(one: Path, other: Path) -> bool:
         return False
 
 
-def _files(weights: DesiredWeights) -> tuple[DesiredWeights | DesiredBase, ...]:
+def files_of(weights: DesiredWeights) -> tuple[DesiredWeights | DesiredBase, ...]:
     """Return the files that a new process reads, in order."""
     return (*(weights.bases or ()), weights)
 

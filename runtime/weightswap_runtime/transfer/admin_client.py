@@ -55,10 +55,6 @@ class AdminClient:
         """Request a change and wait for it, without a timeout. Raises as `get`."""
         return self._call("POST", path, msgspec.json.encode(document), {"Content-Type": "application/json"})
 
-    def delete(self, path: str) -> Any:
-        """Delete what is at the path. Raises as `get`."""
-        return self._call("DELETE", path, None, {})
-
     def upload(self, path: Path, name: str, digest: str, progress: Callable[[int, int], None]) -> Any:
         """Upload a file. progress: called with bytes sent and bytes in all. Raises as `get`, and OSError."""
         with path.open("rb") as file:

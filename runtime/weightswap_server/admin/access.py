@@ -10,9 +10,11 @@ from __future__ import annotations
 import hmac
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
@@ -22,8 +24,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightswap_runtime.errors import Unsupported, brief
 from weightswap_runtime.sources.byte_source import GuardedPath
-from weightswap_runtime.sources.location import GuardedUrl, Location, printable
-from weightswap_server.errors import Forbidden
+from weightswap_runtime.sources.location import GuardedUrl, Location, as_location, printable
+from weightswap_server.errors import Forbidden, NotThere
 from weightswap_server.settings import Settings
 
 ENVIRONMENT = "WEIGHTSWAP_ADMIN_TOKEN"
@@ -52,6 +54,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()  # directories and URL prefixes that operators may name
     upload_dir: str | None = None  # None: no uploads
     max_uploads: int = 64 * _GIB  # of all uploads together
+    upload_keep: int | None = None  # earlier weights whose uploads stay once others are served; None: all stay
     upload_timeout: float = 3600.0  # for one upload
     audit_log: str | None = None  # a file of JSON lines
     staged_timeout: float = 3600.0  # after which staged weights are discarded
@@ -65,6 +68,10 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_uploads", "upload_timeout", "staged_timeout", "body_timeout"):
             if not getattr(self, name) > 0:
                 raise Unsupported(f"{name}={getattr(self, name)}: expected more than 0")
+        if self.upload_keep is not None and (self.upload_dir is None or self.upload_keep < 1):
+            raise Unsupported(
+                f"--upload-keep {self.upload_keep}: expected 1 or more earlier weights, and --upload-dir with them"
+            )
         read_tokens(self.token_file)
 
     @property
@@ -142,6 +149,32 @@ class TokenGuard:
         return self._tokens.name_of(match[1]) if match else None
 
 
+class FilesInUse:
+    """The files that operators' requests are reading. None is removed from the check of its path until it is staged."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._readers: Counter[str] = Counter()  # by path
+
+    @contextmanager
+    def using(self, *sources: str | Location) -> Iterator[None]:
+        """Keep local files where they are within the block. It waits for a removal under way, and begins after it."""
+        paths = [os.path.realpath(path) for path in map(as_location, sources) if isinstance(path, Path)]
+        with self._lock:
+            self._readers.update(paths)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers -= Counter(paths)
+
+    @contextmanager
+    def frozen(self) -> Iterator[frozenset[str]]:
+        """Yield the paths of the files in use. Within the block no request begins to use one."""
+        with self._lock:
+            yield frozenset(self._readers)
+
+
 class AllowList:
     """Allowed directories, with everything in them, and URL prefixes."""
 
@@ -150,6 +183,7 @@ class AllowList:
         self._prefixes = [_prefix(entry) for entry in entries if "://" in entry]
         self._roots = [_root(entry) for entry in entries if "://" not in entry]
         self._upload_dir = upload_dir
+        self.files = FilesInUse()
         readable = (*self._roots, upload_dir) if upload_dir is not None else tuple(self._roots)
 
         class AllowedPath(GuardedPath):
@@ -159,9 +193,17 @@ class AllowList:
 
         self._path_class = AllowedPath
 
-    def weights(self, source: str) -> Location:
-        """Return the path, with links resolved, or URL of an operator's `source`, to be read only while links and
-        redirects do not lead elsewhere. Raises Forbidden."""
+    @contextmanager
+    def weights(self, source: str) -> Iterator[Location]:
+        """Yield the path, with links resolved, or URL of an operator's `source`, to be read only while links and
+        redirects do not lead elsewhere. A local file is in use within the block. Raises Forbidden and NotThere."""
+        location = self._location(source)
+        with self.files.using(location):
+            if source.startswith(UPLOAD) and isinstance(location, Path) and not location.exists():
+                raise NotThere(f"no upload is named {location.name}")
+            yield location
+
+    def _location(self, source: str) -> Location:
         if "://" in source and not source.startswith(UPLOAD):
             return GuardedUrl(self._url(source), self._is_allowed_host)
         with _looking_at(source):

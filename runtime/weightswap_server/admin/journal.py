@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -201,6 +203,11 @@ class Followed:
             watching.interrupt()
         for receiver in self._model.receivers:
             receiver.interrupt()
+
+    def watches(self, folder: Path) -> bool:
+        """Return whether new files of a local folder are served as they come."""
+        watcher = self.watcher
+        return watcher is not None and os.path.realpath(watcher.directory) == str(folder)
 
     def check_free(self) -> None:
         """Raise Conflict if the model follows or watches something."""

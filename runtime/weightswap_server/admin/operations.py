@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from weightswap_runtime.errors import NoWeights, StageClosed, StagingBusy, Unsup
 from weightswap_runtime.following.controller import Change as OpenChange
 from weightswap_runtime.following.controller import Controller, Lease
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights, check_promotable
-from weightswap_runtime.following.desired_store import DesiredStore, Known, check_file
+from weightswap_runtime.following.desired_store import DesiredStore, Known, check_file, files_of
+from weightswap_runtime.following.unused import in_use
 from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.session import Session
@@ -67,6 +68,13 @@ class SourceChange(NamedTuple):
     interval: float = 5.0
 
 
+class Needed(NamedTuple):
+    """What a model may need of the files of weights."""
+
+    ids: set[str]  # of the weights that may be needed again
+    known: list[tuple[str, str, float]]  # paths and URLs, ids, and when those were served or named there
+
+
 class ModelOperations:
     """The operations on one model."""
 
@@ -76,6 +84,7 @@ class ModelOperations:
         self._allowed, self._staged_timeout = allowed, staged_timeout
         self._changes = Controller(self.model._store, self.model._member, interval=_STAGED)
         self.on_source: Callable[[SourceChange], object] = lambda _: None  # called when an operator changes the source
+        self.on_change: Callable[[], object] = lambda: None  # called when an operator has changed the weights
         self.followed = Followed(self.model, self.name)
         self.journal = Journal(self.model, self.name, self.followed)
 
@@ -197,6 +206,11 @@ class ModelOperations:
         Raises NothingToRollBack, Conflict, NotServed, and what `DesiredStore.rollback` and `Model.swap` raise. The
         receipt is None if the followed desired store wants the weights, but this process does not serve them yet.
         """
+        receipt = self._roll_back(request, by)
+        self.on_change()
+        return receipt
+
+    def _roll_back(self, request: RollbackRequest, by: str) -> SwapReceipt | None:
         desired_store = self.followed.desired_store
         if desired_store is not None:
             try:
@@ -211,7 +225,8 @@ class ModelOperations:
             earlier = self.journal.find_served(request.to)
             source, expect = earlier.source, earlier.weights_id
             begin = partial(self.model.stage, source, expect=expect, by=by, background=True)
-            return self._served(self._stage_and_commit(begin, source, by, request.why, None, None))
+            with self._allowed.files.using(source):
+                return self._served(self._stage_and_commit(begin, source, by, request.why, None, None))
 
     def _roll_back_desired_store(
         self, desired_store: DesiredStore, request: RollbackRequest, by: str
@@ -232,7 +247,8 @@ class ModelOperations:
         self._changes.close()
         with self._turn(_ROLLBACK_TURN, self.followed.interrupt):
             begin, source = partial(self.followed.stage, desired_store, target, by), str(desired_store.locate(target))
-            done = self._stage_and_commit(begin, source, by, request.why, revision, write)
+            with self._allowed.files.using(source, *map(desired_store.locate, target.bases or ())):
+                done = self._stage_and_commit(begin, source, by, request.why, revision, write)
         return self._served(done)
 
     def _stage_and_commit(
@@ -257,17 +273,18 @@ class ModelOperations:
     def add_variant(self, request: AddVariantRequest, by: str) -> VariantReceipt:
         """Add a variant that calls can choose. Raises Forbidden, Unsupported, and what `Model.add_variant` raises."""
         self._check_not_shared()
-        source: Any = self._allowed.weights(request.source)  # no public argument, if it is a Url
-        return self.model.add_variant(
-            request.group,
-            request.name,
-            source,
-            base=request.base,
-            expect=request.expect,
-            allow_nonfinite=request.allow_nonfinite,
-            by=by,
-            rate_limit=request.rate_limit,
-        )
+        source: Any  # no public argument, if it is a Url
+        with self._allowed.weights(request.source) as source:
+            return self.model.add_variant(
+                request.group,
+                request.name,
+                source,
+                base=request.base,
+                expect=request.expect,
+                allow_nonfinite=request.allow_nonfinite,
+                by=by,
+                rate_limit=request.rate_limit,
+            )
 
     def remove_variant(self, request: RemoveVariantRequest, by: str) -> VariantReceipt:
         """Remove a variant. Raises Unsupported and UnknownName."""
@@ -290,14 +307,16 @@ class ModelOperations:
         """Follow a desired store from now on. Raises Conflict if the model follows or watches something already."""
         desired_store = self._allowed.folder(request.desired_store)
         self.followed.check_free()
-        self.model.follow(desired_store, request.interval)
+        with self._allowed.files.frozen():  # from its first read on, a removal asks it
+            self.model.follow(desired_store, request.interval)
         self.on_source(SourceChange(None, desired_store, request.interval))
 
     def watch(self, request: WatchRequest, by: str) -> None:
         """Watch a directory for new files from now on. Raises as `follow`."""
         directory = self._allowed.folder(request.directory)
         self.followed.check_free()
-        self.model.watch(directory, request.interval)
+        with self._allowed.files.frozen():  # as above
+            self.model.watch(directory, request.interval)
         self.on_source(SourceChange(directory, None, request.interval))
 
     def unfollow(self, request: Change, by: str) -> None:
@@ -345,6 +364,28 @@ class ModelOperations:
         return None
 
     @property
+    def open_sources(self) -> list[str]:
+        """The paths and URLs of what operators have staged, or are staging or committing."""
+        return [change.request.source for change in self._changes.open if isinstance(change, _StagedChange)]
+
+    def needed(self, keep: int, desired_store: DesiredStore | None, state: DesiredState | None) -> Needed:
+        """Return which files of weights may be needed again.
+
+        keep: earlier weights of each history. desired_store, state: the followed one, if any, and what it says now.
+        """
+        served, receipts = self.model.weights_id, self.model.history
+        newest_first = dict.fromkeys(each.weights_id for each in reversed(receipts))
+        ids = {*list(newest_first)[: keep + 1], *((served,) if served else ())}
+        known = [(each.source, each.weights_id, each.committed_at) for each in receipts]
+        if desired_store is not None and state is not None:
+            named = [(file, each.since) for each in state.known for file in files_of(each)]
+            known += [(str(desired_store.locate(file)), file.weights_id, since) for file, since in named]
+            # a follower that does not agree may be reading any of them
+            agrees = state.weights_id in (None, served)
+            ids |= in_use(state, keep) if agrees else {file.weights_id for file, _ in named}
+        return Needed(ids, known)
+
+    @property
     def version(self) -> Version[Session]:
         """The version that new calls use. Raises NoWeights."""
         current = self.model._store.gate.current
@@ -376,29 +417,30 @@ class ModelOperations:
         desired_store = self.followed.desired_store
         if given is not None and desired_store is not None:
             raise self._in_no_file(desired_store)
-        weights: Any = self._allowed.weights(request.source) if given is None else given  # a Url is no public argument
         if desired_store is not None and request.only:
             raise Unsupported("only: a new process could not start from a part of a set; stage a full set")
         revision = self.followed.seen(desired_store, request) if desired_store is not None else None
-        begin = partial(
-            self.model.stage,
-            weights,
-            only=request.only or None,
-            ignore=request.ignore,
-            expect=request.expect,
-            allow_other_graph=request.allow_other_graph,
-            allow_nonfinite=request.allow_nonfinite,
-            verify=request.verify,
-            rate_limit=request.rate_limit,
-            by=by,
-            background=True,
-        )
-        if given is None:
-            request = msgspec.structs.replace(request, source=fixed_text(weights))
-        change = _StagedChange(
-            self.served, request, by, revision, self._staged_timeout, swapping=swapping, id=change_id
-        )
-        return self._changes.prepare(change, begin)
+        weights: Any  # a Url is no public argument
+        with self._allowed.weights(request.source) if given is None else nullcontext(given) as weights:
+            begin = partial(
+                self.model.stage,
+                weights,
+                only=request.only or None,
+                ignore=request.ignore,
+                expect=request.expect,
+                allow_other_graph=request.allow_other_graph,
+                allow_nonfinite=request.allow_nonfinite,
+                verify=request.verify,
+                rate_limit=request.rate_limit,
+                by=by,
+                background=True,
+            )
+            if given is None:
+                request = msgspec.structs.replace(request, source=fixed_text(weights))
+            change = _StagedChange(
+                self.served, request, by, revision, self._staged_timeout, swapping=swapping, id=change_id
+            )
+            return self._changes.prepare(change, begin)
 
     def _in_no_file(self, desired_store: DesiredStore) -> Conflict:
         return Conflict(
@@ -433,7 +475,9 @@ class ModelOperations:
         with self._turn(_TURN):  # a follower that reads the desired store meanwhile waits for this commit
             done = self._write_and_commit(change, why, write)
         self.followed.poll_now()
-        return self._served(done)
+        receipt = self._served(done)
+        self.on_change()
+        return receipt
 
     def _turn(self, seconds: float, interrupt: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
         """Return a context manager during which swaps of other threads wait. Raises StagingBusy after the seconds."""

@@ -8,6 +8,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
@@ -42,6 +43,11 @@ class AdminPlane:
         allowed = AllowList(settings.allow, uploads.folder if uploads else None)
         timeout = settings.staged_timeout
         self.models = {served.name: ModelOperations(served, allowed, timeout) for served in service.served}
+        if uploads is not None and settings.upload_keep is not None:
+            for operations in self.models.values():
+                operations.on_change = partial(
+                    uploads.remove_unneeded, self.models.values(), allowed.files, settings.upload_keep
+                )
         self._load = LoadSeries(
             service.load_metrics, {served.name: {served.name, *served.methods} for served in service.served}
         )

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Iterator, Set
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
 
 from blake3 import blake3
 
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.errors import DesiredError, Unsupported, WeightswapError, text_of
+from weightswap_runtime.following.desired_state import DesiredState
+from weightswap_runtime.following.desired_store import DesiredStore, unchanging
+from weightswap_runtime.following.unused import AnyStamp, remove, stamps_in, unused
+from weightswap_runtime.format.weight_set import companions
 from weightswap_runtime.jobs import POLL_SECONDS
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.writing import new_file, remove_abandoned
@@ -32,8 +37,9 @@ from weightswap_server.errors import (
     log,
 )
 
-from .access import UPLOAD
+from .access import UPLOAD, FilesInUse
 from .documents import Uploaded, Uploads
+from .operations import ModelOperations
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors(?:\.sig)?")
 _PIECE = 4 << 20
@@ -49,6 +55,7 @@ class UploadDirectory:
         self._most, self._piece_timeout, self._timeout = most, piece_timeout, timeout
         self._lock = Lock()
         self._unfinished: dict[str, int] = {}  # announced or received bytes of each unfinished upload
+        self._sent: dict[str, float] = {}  # when each name was sent last, also if it was there already
         if not self.folder.is_dir() or not os.access(self.folder, os.W_OK | os.X_OK):
             raise Unsupported(f"--upload-dir {folder}: expected a writable directory")
         if removed := remove_abandoned(self.folder, ""):
@@ -61,9 +68,61 @@ class UploadDirectory:
         """Remove an upload. Weights that were loaded from it stay. Raises NotThere and BadRequest."""
         path = self.folder / _checked(name)
         try:
-            path.unlink()
+            with self._lock:
+                path.unlink()
         except FileNotFoundError as error:
             raise NotThere(f"no upload is named {name}") from error
+
+    def remove_unneeded(self, models: Collection[ModelOperations], files: FilesInUse, keep: int) -> None:
+        """Remove uploads that models have served, or desired stores named, and that none needs any more.
+
+        keep: earlier weights of each history whose files stay. If it cannot be decided, nothing is removed, and the
+        reason is logged.
+        """
+        try:
+            with files.frozen() as used:
+                removed = self._remove_unneeded(models, used, keep)
+        except (WeightswapError, OSError) as error:
+            log.warning("%s: older uploads were not removed: %s: %s", self.folder, type(error).__name__, text_of(error))
+        else:
+            if removed:
+                log.info("%s: removed %s", self.folder, ", ".join(path.name for path in removed))
+
+    def _remove_unneeded(self, models: Collection[ModelOperations], used: Set[str], keep: int) -> list[Path]:
+        if watching := [each.name for each in models if each.followed.watches(self.folder)]:
+            raise Unsupported(f"{', '.join(watching)} watches this directory, and may be reading any file of it")
+        stamps, stores = stamps_in(self.folder), [each.followed.desired_store for each in models]
+        with _unchanging([each for each in stores if each is not None]) as states:
+            # what is staged first: it is served next
+            used = {*used, *(os.path.realpath(path) for each in models for path in each.open_sources)}
+            needed = [
+                each.needed(keep, store, states[_folder(store)] if store else None)
+                for each, store in zip(models, stores, strict=True)
+            ]
+            last: dict[tuple[str, str], float] = {}
+            for source, weights_id, moment in (known for each in needed for known in each.known):
+                key = os.path.realpath(source), weights_id
+                last[key] = max(moment, last.get(key, 0.0))
+
+            def may_go(path: Path, stamp: AnyStamp) -> bool:
+                is_read = any(path.is_relative_to(each) for each in used)
+                return not is_read and self._is_older(path, last.get((str(path), stamp.weights_id), 0.0))
+
+            with self._lock:  # no upload begins
+                removed = unused(stamps, {weights_id for each in needed for weights_id in each.ids}, may_go)
+                for path in removed:
+                    remove(path)
+        return removed
+
+    def _is_older(self, path: Path, moment: float) -> bool:
+        """Return whether neither a file nor what is beside it was sent again after that time."""
+        files = [path, *(path.with_name(name) for name in companions(path.name))]
+        return all(
+            each.name not in self._unfinished
+            and self._sent.get(each.name, 0.0) <= moment
+            and (not each.exists() or each.stat().st_mtime <= moment)  # of before this server began, or by hand
+            for each in files
+        )
 
     async def receive(self, name: str, pieces: AsyncIterator[bytes], length: int | None, digest: str) -> Uploaded:
         """Receive an upload. length: its announced bytes; digest: its BLAKE3, or "".
@@ -124,6 +183,7 @@ class UploadDirectory:
 
     def _begin(self, name: str, path: Path) -> None:
         with self._lock:
+            self._sent[name] = time.time()
             if name in self._unfinished or os.path.lexists(path):
                 raise Conflict(f"an upload named {name} already exists; choose another name, or delete it")
             self._unfinished[name] = 0
@@ -147,6 +207,20 @@ class UploadDirectory:
         with os.scandir(self.folder) as entries:
             files = [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
             return dict(sorted((entry.name, entry.stat(follow_symlinks=False).st_size) for entry in files))
+
+
+@contextmanager
+def _unchanging(stores: Collection[DesiredStore]) -> Iterator[dict[str, DesiredState]]:
+    """Yield the states of desired stores, by their folders, which nobody changes in the block. Raises DesiredError."""
+    if remote := [store.where for store in stores if not store.is_local]:
+        raise DesiredError(f"{', '.join(remote)}: has no lock, and could name an upload while it is removed")
+    folders = {_folder(store): store for store in stores}
+    with ExitStack() as stack:
+        yield {folder: stack.enter_context(unchanging(store)) for folder, store in sorted(folders.items())}
+
+
+def _folder(store: DesiredStore) -> str:
+    return os.path.realpath(store.where)
 
 
 class Body:

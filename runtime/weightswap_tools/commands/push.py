@@ -17,7 +17,7 @@ from blake3 import blake3
 from weightswap_runtime.errors import GraphMismatch, Unsupported, duration, percent
 from weightswap_runtime.following.desired_state import SHOWN
 from weightswap_runtime.format.delta import delta_stamp
-from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SUFFIX, goldens_path, open_weights
+from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SIGNATURE_SUFFIX, SUFFIX, goldens_path, open_weights
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import is_url, printable
 from weightswap_runtime.transfer.admin_client import (
@@ -183,15 +183,18 @@ def _upload(client: AdminClient, model: str, weights: str, allow_other_graph: bo
     Raises what `_checked` raises, before the upload.
     """
     path, expect = _checked(client, model, weights, allow_other_graph)
-    digest = _digest(path)
-    stem = f"{path.name.removesuffix(SUFFIX)[:100]}-{digest[:16]}"
-    for sibling, suffix in (
-        (goldens_path(path), GOLDENS_SUFFIX),
-        (path.with_name(path.name + ".sig"), f"{SUFFIX}.sig"),
-    ):
-        if sibling.is_file():
-            _upload_file(client, sibling, stem + suffix, _digest(sibling), replace=True)
-    return {"source": _upload_file(client, path, stem + SUFFIX, digest), **expect}
+    beside = {
+        GOLDENS_SUFFIX: goldens_path(path),
+        SUFFIX + SIGNATURE_SUFFIX: path.with_name(path.name + SIGNATURE_SUFFIX),
+    }
+    # the weights last: who finds them shall find their goldens, too
+    files = {suffix: file for suffix, file in beside.items() if file.is_file()} | {SUFFIX: path}
+    digests = {suffix: _digest(file) for suffix, file in files.items()}
+    # of all files: a name that is there already has the same ones beside it
+    stem = f"{path.name.removesuffix(SUFFIX)[:100]}-{blake3(''.join(digests.values()).encode()).hexdigest()[:16]}"
+    for suffix, file in files.items():
+        _upload_file(client, file, stem + suffix, digests[suffix])
+    return {"source": f"upload:{stem}{SUFFIX}", **expect}
 
 
 def _checked(client: AdminClient, model: str, weights: str, allow_other_graph: bool) -> tuple[Path, dict[str, str]]:
@@ -216,17 +219,14 @@ def _checked(client: AdminClient, model: str, weights: str, allow_other_graph: b
     return path, {"expect": stamp.weights_id} if stamp and not delta else {}
 
 
-def _upload_file(client: AdminClient, path: Path, name: str, digest: str, *, replace: bool = False) -> str:
+def _upload_file(client: AdminClient, path: Path, name: str, digest: str) -> None:
+    """Upload a file, unless it is there already."""
     with progress_bar(f"Uploading {path.name}") as progress:
         try:
-            return str(client.upload(path, name, digest, progress)["source"])
+            client.upload(path, name, digest, progress)
         except AdminRefused as error:
             if error.status != 409:
                 raise
-    if replace:
-        client.delete(f"/admin/uploads/{name}")
-        return _upload_file(client, path, name, digest)
-    return f"upload:{name}"  # already uploaded, as the name contains the digest
 
 
 def _digest(path: Path) -> str:

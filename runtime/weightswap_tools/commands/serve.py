@@ -62,7 +62,7 @@ _PANELS = {
     ),
     "Operators and security": (
         *("admin_port", "admin_socket", "admin_host", "admin_token_file", "admin_allow", "upload_dir"),
-        *("max_uploads_gb", "staged_timeout", "require_signature"),
+        *("max_uploads_gb", "upload_keep", "staged_timeout", "require_signature"),
     ),
     "Observability": ("traces", "audit_log"),
 }
@@ -158,6 +158,13 @@ def serve(
     ] = None,
     upload_dir: Annotated[str | None, typer.Option(help="Accept uploads from operators into this directory.")] = None,
     max_uploads_gb: Annotated[float, typer.Option(help="Maximum size of all uploads together, in GiB.")] = 64.0,
+    upload_keep: Annotated[
+        int | None,
+        typer.Option(
+            help="After each change by operators, remove uploads that were served before this many earlier weights; "
+            "without it, none."
+        ),
+    ] = None,
     staged_timeout: Annotated[float, typer.Option(help="Seconds after which staged weights are discarded.")] = 3600.0,
     audit_log: Annotated[
         str | None, typer.Option(help="Append changes by operators, and calls without a token, to this file as JSON.")
@@ -226,11 +233,12 @@ def serve(
                 allow=tuple(admin_allow or ()),
                 upload_dir=upload_dir,
                 max_uploads=int(max_uploads_gb * (1 << 30)),
+                upload_keep=upload_keep,
                 staged_timeout=staged_timeout,
                 audit_log=audit_log,
             )
             admin.check()
-        elif admin_token_file or admin_allow or upload_dir or audit_log:
+        elif admin_token_file or admin_allow or upload_dir or upload_keep or audit_log:
             raise typer.BadParameter("options for operators need --admin-port or --admin-socket")
         matches = [_NAME_AND_VALUE.fullmatch(artifact) for artifact in artifacts]
         paths = {
