@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,6 +86,7 @@ def test_uploads_that_no_history_needs_go(
         upload(server, "v2.goldens", goldens(tiny, weight_file(2), 2))
         for seed in (2, 3, 4, 5, 6):
             upload(server, f"v{seed}", weight_file(seed))
+        os.utime(folder / "v6.safetensors", (0, 0))
         (folder / "v2.safetensors.sig").write_bytes(b"signature")
         for name in ("v2", "v3", "v3"):
             swap(server, name)
@@ -159,6 +161,19 @@ def test_what_was_uploaded_again_stays_until_it_is_served(
     for other in ("v4", "v6"):
         swap(keeping, other)
     assert names(folder) == ["v4", "v6"]
+
+
+def test_what_was_sent_again_while_it_was_there_stays_until_it_is_served(
+    keeping: Server, weight_file: WriteWeights, folder: Path
+) -> None:
+    swap(keeping, "v2")
+    assert put(keeping, "v2", weight_file(2).read_bytes()) == 409
+    for seed in (3, 4):
+        swap(keeping, f"v{seed}")
+    assert names(folder) == ["v2", "v3", "v4", "v5"]
+    for seed in (2, 4, 5):
+        swap(keeping, f"v{seed}")
+    assert names(folder) == ["v4", "v5"]
 
 
 def test_what_gets_new_goldens_stays_until_it_is_served(

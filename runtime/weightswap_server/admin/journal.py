@@ -23,6 +23,7 @@ from weightswap_runtime.following.watching import Follower, Watcher, request_for
 from weightswap_runtime.live.receipt import Event, SwapReceipt
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.model.model import Model
+from weightswap_runtime.sources.location import as_location
 from weightswap_server.errors import Conflict, NotServed
 
 from .documents import Change, Refusal, refusal_of
@@ -206,8 +207,8 @@ class Followed:
 
     def watches(self, folder: Path) -> bool:
         """Return whether new files of a local folder are served as they come."""
-        watcher = self.watcher
-        return watcher is not None and os.path.realpath(watcher.directory) == str(folder)
+        directory = as_location(watcher.directory) if (watcher := self.watcher) is not None else None
+        return isinstance(directory, Path) and os.path.realpath(directory) == str(folder)
 
     def check_free(self) -> None:
         """Raise Conflict if the model follows or watches something."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import time
@@ -55,7 +56,7 @@ class UploadDirectory:
         self._most, self._piece_timeout, self._timeout = most, piece_timeout, timeout
         self._lock = Lock()
         self._unfinished: dict[str, int] = {}  # announced or received bytes of each unfinished upload
-        self._sent: dict[str, float] = {}  # when each name was sent last, also if it was there already
+        self._sent: dict[str, float] = {}  # when names were sent again that were there already
         if not self.folder.is_dir() or not os.access(self.folder, os.W_OK | os.X_OK):
             raise Unsupported(f"--upload-dir {folder}: expected a writable directory")
         if removed := remove_abandoned(self.folder, ""):
@@ -70,6 +71,7 @@ class UploadDirectory:
         try:
             with self._lock:
                 path.unlink()
+                self._sent.pop(name, None)
         except FileNotFoundError as error:
             raise NotThere(f"no upload is named {name}") from error
 
@@ -102,26 +104,27 @@ class UploadDirectory:
             last: dict[tuple[str, str], float] = {}
             for source, weights_id, moment in (known for each in needed for known in each.known):
                 key = os.path.realpath(source), weights_id
-                last[key] = max(moment, last.get(key, 0.0))
+                last[key] = max(moment, last.get(key, -math.inf))
 
             def may_go(path: Path, stamp: AnyStamp) -> bool:
                 is_read = any(path.is_relative_to(each) for each in used)
-                return not is_read and self._is_older(path, last.get((str(path), stamp.weights_id), 0.0))
+                return not is_read and self._is_older(path, last.get((str(path), stamp.weights_id), -math.inf))
 
             with self._lock:  # no upload begins
                 removed = unused(stamps, {weights_id for each in needed for weights_id in each.ids}, may_go)
                 for path in removed:
                     remove(path)
+                    for each in _with_companions(path):
+                        self._sent.pop(each.name, None)
         return removed
 
     def _is_older(self, path: Path, moment: float) -> bool:
         """Return whether neither a file nor what is beside it was sent again after that time."""
-        files = [path, *(path.with_name(name) for name in companions(path.name))]
         return all(
             each.name not in self._unfinished
-            and self._sent.get(each.name, 0.0) <= moment
-            and (not each.exists() or each.stat().st_mtime <= moment)  # of before this server began, or by hand
-            for each in files
+            and self._sent.get(each.name, -math.inf) <= moment
+            and (not each.exists() or each.stat().st_mtime <= moment)
+            for each in _with_companions(path)
         )
 
     async def receive(self, name: str, pieces: AsyncIterator[bytes], length: int | None, digest: str) -> Uploaded:
@@ -183,8 +186,8 @@ class UploadDirectory:
 
     def _begin(self, name: str, path: Path) -> None:
         with self._lock:
-            self._sent[name] = time.time()
             if name in self._unfinished or os.path.lexists(path):
+                self._sent[name] = time.time()
                 raise Conflict(f"an upload named {name} already exists; choose another name, or delete it")
             self._unfinished[name] = 0
 
@@ -207,6 +210,10 @@ class UploadDirectory:
         with os.scandir(self.folder) as entries:
             files = [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
             return dict(sorted((entry.name, entry.stat(follow_symlinks=False).st_size) for entry in files))
+
+
+def _with_companions(path: Path) -> tuple[Path, ...]:
+    return (path, *(path.with_name(name) for name in companions(path.name)))
 
 
 @contextmanager

@@ -238,7 +238,7 @@ def serve(
                 audit_log=audit_log,
             )
             admin.check()
-        elif admin_token_file or admin_allow or upload_dir or upload_keep or audit_log:
+        elif admin_token_file or admin_allow or upload_dir or upload_keep is not None or audit_log:
             raise typer.BadParameter("options for operators need --admin-port or --admin-socket")
         matches = [_NAME_AND_VALUE.fullmatch(artifact) for artifact in artifacts]
         paths = {
