@@ -19,6 +19,7 @@ from typer.testing import Result
 
 from tests.support.administered import TOKEN, Operator, administered, operated
 from tests.support.commands import run
+from tests.support.handmade import goldens_beside
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.support.watched import eventually
 from weightswap_runtime import DesiredStore, Model
@@ -54,6 +55,19 @@ def test_weights_are_uploaded_and_swapped_in(operator: Operator) -> None:
     assert "generation 3" in said
     document = json.loads(run("status", operator.where, "--json").stdout)
     assert document["models"][0]["served"]["weights_id"] == operator.model.weights_id
+
+
+def test_other_goldens_of_the_same_weights_replace_none(operator: Operator) -> None:
+    """Another operator may be pushing, or a model staging, the upload that they would be taken from."""
+    file, calls = operator.file(2), []
+    for _ in range(2):
+        push(operator, file)
+        calls.append(operator.model.history[-1].verified)
+        goldens_beside(operator.tiny, file, 2)
+    assert calls == ["none", "goldens"]
+    names = sorted(path.name for path in (operator.folder / "uploads").iterdir())
+    assert [name.removesuffix(".goldens.safetensors") == name for name in names].count(False) == 1
+    assert len(names) == 3
 
 
 @pytest.mark.usefixtures("_places")

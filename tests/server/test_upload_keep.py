@@ -16,10 +16,10 @@ import pytest
 
 from tests.server.worker_processes import started
 from tests.support.administered import BEARER, TOKEN, Reply, administered, call, change, status
-from tests.support.handmade import hand_made, written
+from tests.support.handmade import goldens_beside
 from tests.support.servers import WebServer
 from tests.support.services import weights_id_of
-from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, X, serves
+from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
 from tests.support.watched import eventually
 from weightswap_runtime import DesiredStore, Model, load, write_delta
 from weightswap_runtime.following import desired_store as storage
@@ -66,13 +66,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name.removesuffix(".safetensors") for path in folder.iterdir())
 
 
-def goldens(tiny: TinyArtifact, weights: Path, seed: int) -> Path:
-    """Write goldens beside the weights of a seed."""
-    outputs = {"0.output.0": TinyArtifact.eager(seed, X)}
-    tensors, document = hand_made(tiny, weights.parent, **outputs)
-    return written(goldens_path(weights), tensors, document | {"weights_id": weights_id_of(weights)})
-
-
 @pytest.mark.parametrize("follows", [False, True])
 def test_uploads_that_no_history_needs_go(
     follows: bool, tiny: TinyArtifact, weight_file: WriteWeights, folder: Path, tmp_path: Path
@@ -83,7 +76,7 @@ def test_uploads_that_no_history_needs_go(
         model.follow(tmp_path, 30.0)
         assert eventually(lambda: model.watching[0].status.agrees)  # type: ignore[attr-defined]
     with administered({"tiny": model}, upload_dir=str(folder), upload_keep=1) as server:
-        upload(server, "v2.goldens", goldens(tiny, weight_file(2), 2))
+        upload(server, "v2.goldens", goldens_beside(tiny, weight_file(2), 2))
         for seed in (2, 3, 4, 5, 6):
             upload(server, f"v{seed}", weight_file(seed))
         os.utime(folder / "v6.safetensors", (0, 0))
@@ -181,7 +174,7 @@ def test_what_gets_new_goldens_stays_until_it_is_served(
 ) -> None:
     """A push sends them first; then the weights, if they are not there any more."""
     swap(keeping, "v2")
-    upload(keeping, "v2.goldens", goldens(tiny, weight_file(2), 2))
+    upload(keeping, "v2.goldens", goldens_beside(tiny, weight_file(2), 2))
     for seed in (3, 4):
         swap(keeping, f"v{seed}")
     assert names(folder) == ["v2", "v2.goldens", "v3", "v4", "v5"]
@@ -408,7 +401,7 @@ def test_models_that_swap_the_same_uploads_while_others_commit(
 ) -> None:
     files = {seed: weight_file(seed) for seed in (2, 3, 4, 5, 6)}
     for seed, path in files.items():
-        goldens(tiny, path, seed)
+        goldens_beside(tiny, path, seed)
     models = {name: load(tiny.path, weight_file(1)) for name in ("one", "two", "three")}
     models["three"].follow(desired_store.where, 30.0).wait(20)
     with administered(models, upload_dir=str(folder), upload_keep=1) as server, ThreadPoolExecutor() as pool:

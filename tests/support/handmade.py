@@ -13,11 +13,13 @@ import safetensors.torch
 import torch
 from blake3 import blake3
 
+from tests.support.services import weights_id_of
 from tests.support.sessions import bound_of
 from tests.support.tiny import TinyArtifact, X
 from weightswap_runtime import Artifact, GoldenMismatch, load
 from weightswap_runtime.engines.torch_cpu import TorchEngine, environment_here
 from weightswap_runtime.format.goldens import Goldens, open_goldens
+from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.model.served import engine_of
 from weightswap_runtime.staging.golden_check import verify
@@ -51,6 +53,12 @@ def written(path: Path, tensors: dict[str, torch.Tensor], document: object) -> P
     text = document if isinstance(document, str) else json.dumps(document)
     safetensors.torch.save_file(tensors, path, {"weightswap": text})
     return path
+
+
+def goldens_beside(tiny: TinyArtifact, weights: Path, seed: int) -> Path:
+    """Write goldens beside the weights of a seed."""
+    tensors, document = hand_made(tiny, weights.parent, **{"0.output.0": TinyArtifact.eager(seed, X)})
+    return written(goldens_path(weights), tensors, document | {"weights_id": weights_id_of(weights)})
 
 
 class Stage:
