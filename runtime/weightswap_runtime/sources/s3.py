@@ -27,7 +27,6 @@ from .remote import (
 
 _CHUNK = 256 << 10  # bytes of a body that are read at once
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchBucket", "NoSuchVersion"})
-_CONFLICTS = frozenset({"PreconditionFailed", "ConditionalRequestConflict"})
 _SLOW = frozenset({"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "ThrottlingException"})
 
 
@@ -78,7 +77,11 @@ class S3Object:
         try:
             async with self._call("put_object", Body=content, **condition):
                 return True
-        except (_Missing, _Conflict):
+        except _Conflict:
+            return False
+        except _Missing:
+            if tag is None:  # no object is asked for, so it is the bucket
+                raise WeightFileError(f"{self._where}: no such bucket; create it, or check the URL") from None
             return False
 
     def _range(self, response: dict[str, Any]) -> ContentRange:
@@ -111,9 +114,9 @@ class S3Object:
             return _Missing()
         if status == 416:
             return _Unsatisfiable()
-        if code in _CONFLICTS:
+        if status == 412:
             return _Conflict(str(changed(self._where)))
-        if code in _SLOW:
+        if code in _SLOW or status == 409:  # another write was under way; whether it counts, the next attempt finds
             return Transient(code)
         return status_error(self._where, status, code, facts.get("HTTPHeaders", {}).get("retry-after"))
 

@@ -116,6 +116,38 @@ def test_a_bucket_that_is_away_for_a_while(
         assert eventually(lambda: follower.status.error == "")
 
 
+def test_a_write_whose_response_is_lost_has_happened(bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightswap_runtime.sources import s3
+
+    desired_store = DesiredStore("s3://weights/service")
+    for seed in (1, 2, 3):
+        desired_store.set(url(seed), revision=seed - 1)
+    replace, sent = s3.S3Object.replace, []
+
+    async def replace_and_lose(self: s3.S3Object, content: bytes, tag: str | None) -> bool:
+        sent.append(await replace(self, content, tag))
+        if len(sent) == 1:
+            raise s3.Transient("the response was lost")
+        return sent[-1]
+
+    monkeypatch.setattr(s3.S3Object, "replace", replace_and_lose)
+    state = desired_store.rollback(revision=3)
+    assert sent == [True, False]
+    assert state == desired_store.read()
+    assert state.weights is not None
+    assert state.weights.source == "v2.safetensors"
+    with pytest.raises(RevisionConflict):
+        desired_store.rollback(revision=3)
+
+
+def test_a_bucket_that_is_not_there_is_no_conflict(bucket: S3Bucket) -> None:
+    desired_store = DesiredStore("s3://other/service")
+    with pytest.raises(DesiredError, match="no such bucket"):
+        desired_store.set(url(1), revision=0)
+    with pytest.raises(DesiredError, match="no such bucket"):
+        desired_store.promote(url(1))
+
+
 def test_a_web_server_is_read_only(tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.services import Service
 
