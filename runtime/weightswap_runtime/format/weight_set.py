@@ -300,6 +300,7 @@ def _open_shards(index: Location, check: Check | None, most: int) -> FileSet:
         for name in sorted(set(weight_map.values())):
             files[name] = _open_one(folder / name, len(files), check, most, stack)
             most = max(0, most - files[name].header.data_start)
+        _check_in_place(files.values())
         if problems := list(_index_problems(weight_map, files)):
             raise WeightFileError(f"{index}: contradicts its shards: {listed(problems, between='; ')}. {_AGAIN}")
         stack.pop_all()  # the set closes them
@@ -312,6 +313,16 @@ def _open_one(path: Location, opened: int, check: Check | None, most: int, stack
     if opened >= _MOST_OPEN and isinstance(file.source, LocalFile):
         file.source.rest()
     return file
+
+
+def _check_in_place(files: Iterable[WeightFile]) -> None:
+    """Raise WeightFileError if a file was replaced while the others were opened: old and new ones are no set.
+
+    An open file does not show it if its folder was renamed, or if it was replaced as soon as it was open.
+    """
+    for file in files:
+        if isinstance(file.source, LocalFile):
+            file.source.check_in_place()
 
 
 def read_index(index: Location, suffix: str, check: Check | None = None, most: int = MAX_HEADER) -> dict[str, str]:
@@ -389,6 +400,7 @@ def _open_parts(location: Location, names: Sequence[str], check: Check | None, m
         location = folder
     with ExitStack() as stack:
         files = [_open_one(folder / name, count, check, most, stack) for count, name in enumerate(names)]
+        _check_in_place(files)
         parts: dict[str, list[_Part]] = {}
         for file in files:
             offsets = _saved_offsets(file)

@@ -163,6 +163,15 @@ class LocalFile:
             names = f"from {before.links} to {now.links} links" if now.links != before.links else "its mode or more"
             raise WeightFileError(f"{self.where}: was changed while it was read ({names}), {_UNPROVEN}")
 
+    def check_in_place(self) -> None:
+        """Raise WeightFileError if the path leads to another file by now, as when its folder was replaced."""
+        try:
+            now = _Fingerprint.of(self.path.stat())
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if now.inode != self._identity.inode:
+            raise WeightFileError(f"{self.where}: was replaced while the files beside it were opened. Try again")
+
     def close(self) -> None:
         fd, self.fd, self._rests = self.fd, -1, False
         if fd >= 0:

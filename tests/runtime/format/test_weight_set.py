@@ -78,6 +78,28 @@ def test_a_link_that_is_turned_while_shards_are_opened_gives_no_mixture(
     assert read(link) == WANTED
 
 
+def test_a_folder_that_is_replaced_while_shards_are_opened_gives_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("current", "next"):
+        (tmp_path / folder).mkdir()
+        write_shards(tmp_path / folder)
+
+    def opened(path: Path, *rest: Any) -> WeightFile:
+        file = WeightFile(path, *rest)
+        if path.name == "model-1.safetensors":
+            (tmp_path / "current").rename(tmp_path / "last")
+            (tmp_path / "next").rename(tmp_path / "current")
+        return file
+
+    monkeypatch.setattr(weightset, "WeightFile", opened)
+    match = r"model-1\.safetensors: was replaced while .* Try again"
+    with pytest.raises(WeightFileError, match=match):
+        open_weights(tmp_path / "current")
+    monkeypatch.undo()
+    assert read(tmp_path / "last") == WANTED
+
+
 def many_shards(folder: Path) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
     values = {f"t{number:03}": np.full(5, number, np.float32) for number in range(200)}
     for name, value in values.items():
