@@ -423,6 +423,23 @@ def test_a_log_that_has_room_for_half_a_line_is_one_that_cannot_be_written(
         log.begin(call="swap")
 
 
+def test_a_line_that_a_full_disk_cut_off_does_not_swallow_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "audit.jsonl"
+    audit = AuditLog(str(path))
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, line: write(fd, line[:20]))
+        with pytest.raises(NotReady):
+            audit.begin(call="lost")
+    audit.begin(call="first")
+    audit.begin(call="second")
+    torn, *lines = path.read_text().splitlines()
+    assert len(torn) == 20
+    assert [json.loads(line)["call"] for line in lines] == ["first", "second"]
+
+
 def test_what_cannot_be_audited_is_not_done(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     (tmp_path / "token").write_text(f"# who may\nana {TOKEN}\nbo {TOKEN[::-1]}\n")

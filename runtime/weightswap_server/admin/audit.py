@@ -37,6 +37,7 @@ class AuditLog:
         self._run = secrets.token_hex(4)
         self._lock = Lock()
         self._denied_at, self._denied = 0.0, 0
+        self._is_torn = False  # the last line ends early, as on a full disk: the next must not continue it
         try:
             self._append(b"")
         except OSError as error:
@@ -76,7 +77,9 @@ class AuditLog:
             return
         fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if os.write(fd, line) < len(line):
+            line = b"\n" + line if self._is_torn else line
+            self._is_torn = os.write(fd, line) < len(line)
+            if self._is_torn:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(fd)
