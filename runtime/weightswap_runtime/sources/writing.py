@@ -198,15 +198,16 @@ def _put_in_place(folder: Path, path: Path) -> None:
             if path.exists():
                 path.rename(old)
             folder.rename(path)
-        except OSError:
+        except BaseException as error:
             if old.exists() and not path.exists():
                 old.rename(path)
-            if last:
+            if last or not isinstance(error, OSError):
                 raise
         else:
             break
         finally:
-            shutil.rmtree(old, ignore_errors=True)
+            if path.exists():  # else the old folder, which could not be moved back, is the only one
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def is_file(path: Path) -> bool:

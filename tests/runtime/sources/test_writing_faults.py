@@ -129,6 +129,22 @@ def test_a_folder_is_the_old_one_or_the_new_one(fault: Fault, tmp_path: Path) ->
         assert texts in ({"old"}, {"new"})
 
 
+@pytest.mark.parametrize("lasts", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EROFS, "Read-only file system")], ids=str)
+def test_an_old_folder_that_was_moved_aside_is_not_lost(error: BaseException, lasts: bool, tmp_path: Path) -> None:
+    def write(text: str) -> None:
+        with new_folder(tmp_path / "folder") as folder:
+            (folder / "a").write_text(text)
+
+    write("old")
+    with failing(Fault(Path, "rename", raises(error), lasts), 1) as calls, suppress(type(error)):
+        write("new")
+    assert calls.happened
+    (left,) = tmp_path.iterdir()
+    assert (left / "a").read_text() == ("new" if isinstance(error, OSError) and not lasts else "old")
+    assert left.name == "folder" or lasts
+
+
 @pytest.mark.parametrize("rounds", [12, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_killed_writer_leaves_no_half_file(rounds: int, tmp_path: Path) -> None:
     command = [warm.python(), "-m", "tests.runtime.sources.killed", str(tmp_path), str(rounds)]
