@@ -25,8 +25,7 @@ from weightswap_runtime import (
     load,
     write_delta,
 )
-from weightswap_runtime.following import desired_store as storage
-from weightswap_runtime.following import unused
+from weightswap_runtime.following import document_storage, unused
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
 GOLDENS = [((X,), {})]
@@ -219,7 +218,7 @@ def test_what_an_operator_goes_back_to_meanwhile_stays(
 ) -> None:
     """While files are read, the rollback wins; while it is decided which of them go, it waits, and finds none."""
     first = publish_steps(renamed, desired_store, range(1, 5), keep=None)[0]
-    monkeypatch.setattr(storage, "PATIENCE", 0.05)
+    monkeypatch.setattr(document_storage, "PATIENCE", 0.05)
     others, step, tries = DesiredStore(desired_store.where), getattr(publishing, moment), []
 
     def overtaken(*arguments: Any) -> Any:

@@ -28,7 +28,8 @@ from weightswap_exporter import publish
 from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided
 from weightswap_runtime import DesiredStore
 from weightswap_runtime.errors import DesiredError, DigestMismatch, NothingToRollBack, NotPromoted, WeightFileError
-from weightswap_runtime.following.desired_store import LOCK, known_weights
+from weightswap_runtime.following.desired_store import known_weights
+from weightswap_runtime.following.document_storage import LOCK
 
 from .clusters import INPUT, Deployed, Numbered, calling, frozen, soon, until
 from .deaths import VICTIMS, coordinator, pid_of, survive

@@ -22,7 +22,8 @@ from weightswap_fleet.documents import CommitReply, DeploymentSpec, PrepareReply
 from weightswap_runtime.errors import StageCancelled, StageClosed, StagingBusy, Unsupported, WeightswapError, text_of
 from weightswap_runtime.following.controller import Change, Controller, Lease
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights
-from weightswap_runtime.following.desired_store import DesiredStore, Source
+from weightswap_runtime.following.desired_store import DesiredStore
+from weightswap_runtime.following.document_storage import Source
 from weightswap_runtime.following.file_queue import NoticeKind
 from weightswap_runtime.following.reconciler import Reconciler
 from weightswap_runtime.live.staged import Staged

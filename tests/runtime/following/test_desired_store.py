@@ -42,8 +42,7 @@ from weightswap_runtime import (
     write_delta,
 )
 from weightswap_runtime.following import desired_state as document
-from weightswap_runtime.following import desired_store
-from weightswap_runtime.following import desired_store as storage
+from weightswap_runtime.following import desired_store, document_storage
 from weightswap_runtime.following.desired_state import MOST_BASES, MOST_KEPT, encode
 from weightswap_runtime.following.desired_store import Known
 
@@ -219,14 +218,14 @@ def test_a_file_that_is_removed_while_it_is_checked_is_not_desired(
     """Another process may remove it (`publish(keep=)`) until the change is written."""
     service.set(1)
     service.set(2)
-    path, read = service.folder / "v1.safetensors", storage.stamp_of
+    path, read = service.folder / "v1.safetensors", desired_store.stamp_of
 
     def removed(source: Any) -> Any:
         stamp = read(source)
         path.unlink()
         return stamp
 
-    monkeypatch.setattr(storage, "stamp_of", removed)
+    monkeypatch.setattr(desired_store, "stamp_of", removed)
     write: dict[str, Callable[[], object]] = {
         "rollback": lambda: service.desired_store.rollback(revision=2),
         "set": lambda: service.desired_store.set(path, revision=2),
@@ -581,7 +580,7 @@ def test_a_document_without_room_can_be_written(service: Service) -> None:
     for part in ("weights", "history"):
         fields = json.loads(path.read_bytes())
         entry = fields[part][0] if part == "history" else fields[part]
-        entry["labels"] = said(storage.MOST_BYTES - 300 - len(json.dumps(fields, indent=2)))
+        entry["labels"] = said(document_storage.MOST_BYTES - 300 - len(json.dumps(fields, indent=2)))
         path.write_text(json.dumps(fields, indent=2))
         assert service.desired_store.hold(revision=service.revision, by="ana", why="w" * 4096).hold is not None
         assert path.stat().st_size < document.KEPT_BYTES
@@ -752,7 +751,7 @@ def test_a_desired_store_without_permission_says_so(service: Service) -> None:
 
 
 def test_a_suspended_writer_is_not_waited_for_forever(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "PATIENCE", 0.1)
+    monkeypatch.setattr(document_storage, "PATIENCE", 0.1)
     service.set(1)
     with (service.folder / ".desired.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -794,7 +793,7 @@ def test_only_those_who_may_write_to_a_desired_store_can_lock_it(
     service: Service,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(storage, "SHARING_PATIENCE", 0.02)
+    monkeypatch.setattr(document_storage, "SHARING_PATIENCE", 0.02)
     folder = service.folder
     os.chown(folder, ANA, group)
     folder.chmod(mode)
