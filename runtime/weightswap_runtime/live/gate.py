@@ -303,11 +303,11 @@ class Turns:
             lock.release()
 
     @contextmanager
-    def claimed(self, wait: float | None) -> Iterator[Claim]:
-        """Keep others from staging and committing within the block."""
+    def claimed(self) -> Iterator[Claim]:
+        """Keep others from staging and committing within the block. Raises StagingBusy."""
         ticket = Claim()
         try:
-            self.claim(ticket, wait, None)
+            self.claim(ticket, None, None)
             yield ticket
         finally:
             ticket.end()

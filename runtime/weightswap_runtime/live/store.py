@@ -143,7 +143,7 @@ class WeightStore:
     def join(self, artifact: Artifact, engine: Engine) -> Member:
         """Bind an artifact's graphs to the weights. Raises Unsupported if the artifact has other weights."""
         check_same_weights(self._weights, artifact)
-        with self.turns.claimed(wait=None):
+        with self.turns.claimed():
             member = Member(artifact, engine, next(self._numbers), artifact_goldens(artifact))
             sessions = self._residency.sessions
             engines = [bind(engine, session.arena) for session in sessions]

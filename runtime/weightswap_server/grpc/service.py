@@ -190,7 +190,7 @@ class _Methods:
             traceparent=_metadata(context, "traceparent"),
         )
         context.add_callback(call.answer.cancel)  # drops the call if it has not begun
-        answer = self._service.answer_here(call)
+        answer = self._service.answer_blocking(call)
         message = _response(request, answer)
         self._service.answered(call, answer)
         return message

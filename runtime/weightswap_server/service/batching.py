@@ -124,7 +124,7 @@ class ModelThread:
             if call_soon is None or self._max_delay or not isinstance(work, Call) or work.method not in self.limits:
                 self._changed.notify()
             elif len(self._queue) == 1:
-                call_soon(partial(self.answer_here, call_soon))  # the loop's other connections may add to the batch
+                call_soon(partial(self._answer_quick, call_soon))  # the loop's other connections may add to the batch
 
     def do(self, work: Callable[[], Any]) -> Future[Any]:
         """Queue a task, and return the future of its result."""
@@ -142,12 +142,12 @@ class ModelThread:
         """True if the current thread may call the method itself."""
         return self._inline and not self._busy and not self._stopped and nbytes <= self._quick.get(method, -1)
 
-    def answer_here(self, call_soon: CallSoon) -> None:
-        """Answer one queued batch if it is quick, and schedule the next. Slow ones are left to the model's thread."""
+    def _answer_quick(self, call_soon: CallSoon) -> None:
+        """Answer one queued batch in this thread if it is quick, and schedule the next. Slow ones await the model's."""
         if batch := self._dequeue_quick():
             self._work(batch)
             if self._queue:  # the loop's other callbacks run in between
-                call_soon(partial(self.answer_here, call_soon))
+                call_soon(partial(self._answer_quick, call_soon))
 
     def _dequeue_quick(self) -> Sequence[Call]:
         with self._changed:

@@ -1,6 +1,6 @@
 """The models of a server by name, and the road of a request, which both protocols share.
 
-An endpoint decodes a request, makes a `call`, awaits its `answer` in an event loop or by `answer_here` in a thread,
+An endpoint decodes a request, makes a `call`, awaits its `answer` in an event loop or by `answer_blocking` in a thread,
 encodes it, and tells `answered`. Any error on that road goes to `refused`, which returns what the client sees.
 """
 
@@ -149,7 +149,7 @@ class Service:
             answer = call.answer.result()
         return _requested(answer, call)
 
-    def answer_here(self, call: Call) -> Answer:
+    def answer_blocking(self, call: Call) -> Answer:
         """Run a call, and block this thread until it is answered. Raises as `answer`."""
         self._by_name[call.name].thread.submit(call)
         try:

@@ -37,6 +37,7 @@ from weightswap_runtime import (
     WeightFileError,
     load,
 )
+from weightswap_runtime.jobs import Claim
 
 SETS = 3
 seeds = st.integers(0, SETS - 1)
@@ -190,8 +191,8 @@ class SwapMachine(RuleBasedStateMachine):
             if stop == "at once":
                 staged.cancel()
             del staged
-            with self.model._store.turns.claimed(wait=10):  # the thread has ended
-                pass
+            self.model._store.turns.claim(ticket := Claim(), 10, None)  # the thread has ended
+            ticket.end()
             if refusal is None:
                 self.settle()
             return
