@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
 from weightswap_fleet.coordinator.actors import agent_of_this_node, coordinator_of, metrics, send
-from weightswap_fleet.coordinator.ranks import RanksAttachment
+from weightswap_fleet.coordinator.rank_actors import RanksAttachment
 from weightswap_fleet.node.memory import NodeMemory
 from weightswap_runtime.errors import NoWeights, WeightswapError
 from weightswap_runtime.model.served import ServedModel

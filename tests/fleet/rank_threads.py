@@ -12,8 +12,7 @@ from tests.support.ports import free_port
 from tests.support.ranks import split_artifact, write_goldens, write_set
 from weightswap_fleet import Deadlines
 from weightswap_fleet.documents import DeploymentSpec, NodeMethods
-from weightswap_fleet.node.ranks import Rank, open_first
-from weightswap_fleet.node.ranks_agent import RanksAgent
+from weightswap_fleet.node.replica_ranks import Rank, RanksAgent, open_first
 from weightswap_runtime import DesiredStore
 from weightswap_runtime.format.manifest import decode_manifest
 

@@ -43,8 +43,8 @@ from weightswap_runtime.staging.sets import plan, stage_full
 from weightswap_runtime.tensors import TensorType, tensor_digest
 from weightswap_runtime.threads import Background, WorkerThreads
 
+from .gathering import send_together
 from .links import NoLink, link_to
-from .ranks import send_together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tests.runtime.transfer.test_groups import group_of
-from tests.runtime.transfer.test_ranks import cut, send_on_all
+from tests.runtime.transfer.test_gathering import cut, send_on_all
 from tests.support.administered import TOKEN, administered
 from tests.support.arriving import arriving
 from tests.support.tiny import TinyArtifact, Values, WriteWeights, serves

@@ -22,8 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from weightswap_fleet.documents import DeploymentSpec, NodeMethods
 from weightswap_fleet.node.memory import RevisionPage
-from weightswap_fleet.node.ranks import Rank, open_first
-from weightswap_fleet.node.ranks_agent import RanksAgent
+from weightswap_fleet.node.replica_ranks import Rank, RanksAgent, open_first
 from weightswap_runtime.process_groups import free_address
 from weightswap_server.service.service import Service
 

@@ -31,8 +31,8 @@ from weightswap_runtime import (
     WeightsMismatch,
     load,
 )
+from weightswap_runtime.transfer import gathering
 from weightswap_runtime.transfer import group as groups
-from weightswap_runtime.transfer import ranks
 
 
 class Chunk(NamedTuple):
@@ -97,7 +97,7 @@ def rig(
     request: pytest.FixtureRequest, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path, monkeypatch: Any
 ) -> Any:
     monkeypatch.setattr(groups, "BUCKET", 16)
-    monkeypatch.setattr(ranks, "BUCKET", 16)
+    monkeypatch.setattr(gathering, "BUCKET", 16)
     with ExitStack() as stack, load(tiny.path, weight_file(0)) as model:
         yield Rig(tiny, model, f"unix:{tmp_path / 'x.sock'}", request.param, stack)
 

@@ -13,7 +13,7 @@ import torch
 from tests.support.ranks import X, values, whole, write_set
 from weightswap_fleet import FleetPlan, FleetRefused
 from weightswap_fleet.documents import TrialRequest
-from weightswap_fleet.node.ranks import Rank
+from weightswap_fleet.node.replica_ranks import Rank
 from weightswap_runtime import InputMismatch, NoWeights, RanksRefused, StageClosed, Unsupported, write_delta
 from weightswap_runtime.following.desired_store import described, known_weights
 

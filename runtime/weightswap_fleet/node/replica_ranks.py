@@ -1,4 +1,4 @@
-"""The ranks of a replica, which have its model together.
+"""A replica that has its model on several ranks: a node of its own in the fleet's changes.
 
 The first rank is the replica's own process. Whatever it begins there, a call or a change, it tells the others just
 before, in one order, which is the order in which they do it. Nobody else tells them anything.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from weightswap_fleet.documents import DeploymentSpec
-from weightswap_runtime.errors import StageClosed
+from weightswap_runtime.errors import RanksRefused, StageCancelled, StageClosed, text_of
+from weightswap_runtime.following.desired_state import DesiredWeights
 from weightswap_runtime.live.ranks import Ranks
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.model.loading import load
@@ -21,13 +24,111 @@ from weightswap_runtime.model.model import Model
 from weightswap_runtime.process_groups import process_group
 from weightswap_server.signed_weights import requires
 
+from .agent import Agent
+from .memory import RevisionPage
+from .weights import NodeWeights
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _TOGETHER = 300.0  # seconds within which all processes have started
 _TIMEOUT = 30.0  # seconds after which a rank that does not come is lost: busy machines are late, and a restart is slow
+_POLL = 0.05  # seconds between two questions whether all ranks have staged
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class RanksAgent(Agent):
+    """The agent of the ranks of one replica, in its process, which is the first rank.
+
+    To the fleet it is a node. What it does with the weights, all ranks do together, or none.
+    """
+
+    def __init__(
+        self,
+        spec: DeploymentSpec,
+        node: str,
+        model: Model,
+        others: Others,
+        clock: Callable[[], float] = time.monotonic,
+        metrics: Callable[[], str] = str,
+    ) -> None:
+        """Serves the desired weights at once; `start` makes it follow the desired store.
+
+        node: the replica's unique name. model: of `open_first`. metrics: returns those of the replica.
+        Raises NoWeights if the desired weights, and those before, cannot be served.
+        """
+        self._others, self.replica_metrics = others, metrics
+        self._pids = tuple(state.pid for state in others.ask(Rank.state))
+        self._ranks_weights = RanksWeights(spec, node, model, others)
+        super().__init__(self._ranks_weights, None, clock, is_deployed=True)
+        self.reconcile()
+        self._check_serves()
+
+    @property
+    def revision_page(self) -> RevisionPage:
+        """The revisions that the replica serves."""
+        return self._weights.revision_page
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return (os.getpid(),)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (os.getpid(), *self._pids)
+
+    def metrics(self) -> str:
+        self._metrics.update(os.getpid(), self.replica_metrics())
+        return super().metrics()
+
+
+class RanksWeights(NodeWeights):
+    """The weights of a model on several ranks. Each reads its part from the source itself."""
+
+    def __init__(self, spec: DeploymentSpec, node: str, model: Model, others: Others) -> None:
+        super().__init__(spec, node, model, RevisionPage())
+        self._others = others
+
+    def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
+        staged = super().stage(path, weights)
+        onto = [(base.source, base.weights_id) for base in weights.bases or ()]
+        self._others.send(Rank.stage, str(path), onto, self._options(weights))
+        return staged
+
+    def complete(self, staged: Staged, is_wanted: Callable[[], bool]) -> None:
+        """Wait for the other ranks, and then try the weights together: what one of them refuses nobody has prepared."""
+        while not all(state.has_staged for state in self._states()):
+            if not is_wanted():
+                raise StageCancelled("these weights are not wanted any more")
+            time.sleep(_POLL)
+        try:
+            staged.try_on_ranks()
+        except RanksRefused as error:
+            self._refuse(staged.weights_id, text_of(error))
+            raise
+
+    def keeps(self, weights_id: str) -> bool:
+        """A rank that has begun to stage others, which were refused, may have no previous weights any more."""
+        before = {state.previous_weights_id for state in self._states()}
+        return super().keeps(weights_id) and before == {weights_id}
+
+    def _states(self) -> Sequence[RankState]:
+        return self._others.ask(Rank.state)
+
+
+def open_first(spec: DeploymentSpec, address: str, others: Others) -> Model:
+    """Open the model without weights on the first rank, while the others start. Raises what `load` raises."""
+    return _open(spec, address, 0, lambda group: LeadingRanks(group, others))
+
+
+def _open(spec: DeploymentSpec, address: str, number: int, ranks: Callable[[ProcessGroup], Ranks]) -> Model:
+    return load(
+        spec.artifact,
+        ranks=ranks(process_group(address, number, spec.ranks, timeout=_TOGETHER)),
+        admit=requires(*spec.require_signature) if spec.require_signature else None,
+        op_libraries=spec.op_libraries,
+    )
 
 
 class Others(Protocol):
@@ -102,20 +203,6 @@ class _Alone(AbstractContextManager["_Alone"]):
         if not self._depth:
             self._owner = None
             self._taken.release()
-
-
-def open_first(spec: DeploymentSpec, address: str, others: Others) -> Model:
-    """Open the model without weights on the first rank, while the others start. Raises what `load` raises."""
-    return _open(spec, address, 0, lambda group: LeadingRanks(group, others))
-
-
-def _open(spec: DeploymentSpec, address: str, number: int, ranks: Callable[[ProcessGroup], Ranks]) -> Model:
-    return load(
-        spec.artifact,
-        ranks=ranks(process_group(address, number, spec.ranks, timeout=_TOGETHER)),
-        admit=requires(*spec.require_signature) if spec.require_signature else None,
-        op_libraries=spec.op_libraries,
-    )
 
 
 class RankState(NamedTuple):
