@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import ray
 from numpy.typing import NDArray
@@ -32,8 +32,8 @@ from .documents import FleetPlan, FleetReceipt, NodeStatus, TrialReport
 from .errors import FleetError, FleetUndecided, StaleReplica, UnknownFleet
 from .replica import FleetAnswer
 
-P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 _Path = str | os.PathLike[str]
 _POLL = 0.05
 _SLACK = 30.0  # seconds beyond those of a change's phases
@@ -201,18 +201,12 @@ class Fleet:
         """Return a client whose answers never go back to an earlier revision."""
         return FleetClient(serve.get_deployment_handle(self.name, _application(self.name)))
 
-    def _call(
-        self,
-        timeout: float,
-        method: Callable[Concatenate[Coordinator, P], R],
-        *arguments: P.args,
-        **options: P.kwargs,
-    ) -> R:
+    def _call(self, timeout: float, method: Callable[[Coordinator, *Ts], R], *arguments: *Ts) -> R:
         """Call a method of the coordinator. Raises its error, or FleetUndecided if it ended or did not answer.
 
         timeout: the seconds that the method itself may take.
         """
-        sent = send(coordinator_of(self.name), method, *arguments, **options)
+        sent = send(coordinator_of(self.name), method, *arguments)
         try:
             answer: R = ray.get(sent, timeout=timeout + _SLACK)
         except RayTaskError as error:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import pytest
 
@@ -39,8 +39,8 @@ class Died(BaseException):
     """The death of the coordinator."""
 
 
-P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 Fate = Callable[[str, str], str]  # of a message, by method and node: "", "lost", "answer lost", "slow"
 SLOW = 4.0  # seconds until a slow answer is there
 SOON = Deadlines(prepare=5.0, commit=0.2)
@@ -113,12 +113,7 @@ class Changes(ABC):
 
     @abstractmethod
     def call(
-        self,
-        names: Sequence[str],
-        timeout: float,
-        method: Callable[Concatenate[NodeMethods, P], R],
-        *arguments: P.args,
-        **options: P.kwargs,
+        self, names: Sequence[str], timeout: float, method: Callable[[NodeMethods, *Ts], R], *arguments: *Ts
     ) -> dict[str, R | Exception]: ...
 
     def damaged(self, number: int) -> Path:
@@ -271,25 +266,20 @@ class Fleet(Changes):
         return [node for node in self.agents if node not in self.gone]
 
     def call(
-        self,
-        names: Sequence[str],
-        timeout: float,
-        method: Callable[Concatenate[NodeMethods, P], R],
-        *arguments: P.args,
-        **options: P.kwargs,
+        self, names: Sequence[str], timeout: float, method: Callable[[NodeMethods, *Ts], R], *arguments: *Ts
     ) -> dict[str, R | Exception]:
         if len(self.asked) == self.dies_at:
             raise Died
         self.asked.append(method.__name__)
-        return {name: self._deliver(name, timeout, method.__name__, *arguments, **options) for name in names}
+        return {name: self._deliver(name, timeout, method.__name__, *arguments) for name in names}
 
-    def _deliver(self, node: str, timeout: float, method: str, *arguments: Any, **options: Any) -> Any:
+    def _deliver(self, node: str, timeout: float, method: str, *arguments: Any) -> Any:
         fate = self.fate(method, node)
         if fate == "lost" or node in self.gone:
             return TimeoutError(f"{node}: did not answer")
         agent: NodeMethods = self.agents[node]
         try:
-            answer = getattr(agent, method)(*arguments, **options)
+            answer = getattr(agent, method)(*arguments)
         except Exception as error:
             answer = error
         if method == "reconcile_soon":

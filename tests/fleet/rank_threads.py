@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from tests.support.ports import free_port
 from tests.support.ranks import split_artifact, write_goldens, write_set
@@ -18,8 +18,8 @@ from weightswap_runtime.format.manifest import decode_manifest
 
 from .nodes import Changes
 
-P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 
 class ThreadOthers:
@@ -36,10 +36,10 @@ class ThreadOthers:
         arguments = self.before(method.__name__, arguments)
         return self._pool.submit(lambda: method(self.rank.result(), *arguments))
 
-    def send(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> None:
+    def send(self, method: Callable[[Rank, *Ts], R], *arguments: *Ts) -> None:
         self._send(method, *arguments)
 
-    def ask(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> list[R]:
+    def ask(self, method: Callable[[Rank, *Ts], R], *arguments: *Ts) -> list[R]:
         return [self._send(method, *arguments).result()]
 
     def close(self) -> None:
@@ -91,12 +91,7 @@ class Replicas(Changes):
         return list(self.agents)
 
     def call(
-        self,
-        names: Any,
-        timeout: float,
-        method: Callable[Concatenate[NodeMethods, P], R],
-        *arguments: P.args,
-        **options: P.kwargs,
+        self, names: Any, timeout: float, method: Callable[[NodeMethods, *Ts], R], *arguments: *Ts
     ) -> dict[str, R | Exception]:
         answers: dict[str, R | Exception] = {}
         for name in names:

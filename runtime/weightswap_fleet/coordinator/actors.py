@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import attrgetter
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import ray
@@ -71,8 +71,8 @@ _ABORT = 20.0  # seconds for which an abort waits for another change
 _log = logging.getLogger("weightswap.fleet")
 F = TypeVar("F")
 T = TypeVar("T")
-P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 
 class Coordinator:
@@ -278,14 +278,9 @@ def agent_name(spec: DeploymentSpec, node: str) -> str:
     return f"{_AGENT}:{spec.fleet}:{spec.key}:{node}"
 
 
-def send(
-    actor: ActorHandle[T],
-    method: Callable[Concatenate[T, P], R],
-    *arguments: P.args,
-    **options: P.kwargs,
-) -> ray.ObjectRef[R]:
+def send(actor: ActorHandle[T], method: Callable[[T, *Ts], R], *arguments: *Ts) -> ray.ObjectRef[R]:
     """Call a method of an actor; `method`, that of its class or protocol, also says which arguments it takes."""
-    reference: ray.ObjectRef[R] = getattr(actor, method.__name__).remote(*arguments, **options)
+    reference: ray.ObjectRef[R] = getattr(actor, method.__name__).remote(*arguments)
     return reference
 
 
@@ -301,16 +296,11 @@ class RayNodes:
         return [name.removeprefix(prefix) for name in _agents(self._spec.fleet) if name.startswith(prefix)]
 
     def call(
-        self,
-        names: Sequence[str],
-        timeout: float,
-        method: Callable[Concatenate[NodeMethods, P], R],
-        *arguments: P.args,
-        **options: P.kwargs,
+        self, names: Sequence[str], timeout: float, method: Callable[[NodeMethods, *Ts], R], *arguments: *Ts
     ) -> dict[str, R | Exception]:
         """Call a method of these nodes concurrently. Returns the answer, or the exception, of each."""
         agents = [agent_name(self._spec, name) for name in names]
-        return dict(zip(names, _call(agents, timeout, method, *arguments, **options), strict=True))
+        return dict(zip(names, _call(agents, timeout, method, *arguments), strict=True))
 
 
 def _agents(fleet: str) -> list[str]:
@@ -325,17 +315,13 @@ def _agents(fleet: str) -> list[str]:
 
 
 def _call(
-    agents: Sequence[str],
-    timeout: float,
-    method: Callable[Concatenate[NodeMethods, P], R],
-    *arguments: P.args,
-    **options: P.kwargs,
+    agents: Sequence[str], timeout: float, method: Callable[[NodeMethods, *Ts], R], *arguments: *Ts
 ) -> list[R | Exception]:
     """Call a method of agents concurrently. Returns their answers in order; an exception instead of a missing one."""
     calls: list[ray.ObjectRef[R] | Exception] = []
     for name in agents:
         try:
-            calls.append(send(ray.get_actor(name, NAMESPACE), method, *arguments, **options))
+            calls.append(send(ray.get_actor(name, NAMESPACE), method, *arguments))
         except (ValueError, RayError) as error:  # the actor has ended
             calls.append(error)
     if sent := [call for call in calls if not isinstance(call, Exception)]:

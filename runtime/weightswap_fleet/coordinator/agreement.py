@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 from msgspec.structs import replace
 
@@ -39,8 +39,8 @@ _RENEW = _LEAST_LEASE / 4  # seconds between two renewals, so that one that is l
 _STATUS = 1.0  # the least seconds for a node's status
 _ANSWER = 5.0  # seconds for a node's answer during a trial
 _POLL = 0.02
-P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 AnyRequest = TypeVar("AnyRequest", PrepareRequest, TrialRequest)
 _Decide = Callable[[int, bool], DesiredState]  # the revision before, and whether all nodes have the weights in memory
 
@@ -53,12 +53,7 @@ class Nodes(Protocol):
         ...
 
     def call(
-        self,
-        names: Sequence[str],
-        timeout: float,
-        method: Callable[Concatenate[NodeMethods, P], R],
-        *arguments: P.args,
-        **options: P.kwargs,
+        self, names: Sequence[str], timeout: float, method: Callable[[NodeMethods, *Ts], R], *arguments: *Ts
     ) -> dict[str, R | Exception]:
         """Call a method of these nodes concurrently. Returns the answer, or the exception, of each.
 

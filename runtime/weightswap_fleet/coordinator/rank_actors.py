@@ -12,7 +12,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 import ray
 from ray.actor import ActorHandle
@@ -32,8 +33,9 @@ _ANSWER = 60.0  # seconds to wait for other ranks
 _SILENT = 120.0  # seconds without an answer after which a rank does not live
 _POLL = 0.5  # seconds between two looks whether all ranks live
 _log = logging.getLogger("weightswap.fleet")
-P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+_Question = tuple[int, str, tuple[Any, ...]]  # its number, the method and its arguments
 
 
 class RanksAttachment:
@@ -83,12 +85,12 @@ class _Actors:
     def __init__(self, actors: Sequence[ActorHandle[Rank]]) -> None:
         self._actors = actors
 
-    def send(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> None:
+    def send(self, method: Callable[[Rank, *Ts], R], *arguments: *Ts) -> None:
         for actor in self._actors:
-            send(actor, method, *arguments, **options)
+            send(actor, method, *arguments)
 
-    def ask(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> list[R]:
-        sent = [send(actor, method, *arguments, **options) for actor in self._actors]
+    def ask(self, method: Callable[[Rank, *Ts], R], *arguments: *Ts) -> list[R]:
+        sent = [send(actor, method, *arguments) for actor in self._actors]
         answers: list[R] = ray.get(sent, timeout=_ANSWER)
         return answers
 
@@ -119,30 +121,22 @@ def _end(why: str) -> NoReturn:
     os._exit(1)  # its other threads may wait for the rank
 
 
-class _Asked(NamedTuple):
-    """A question to a replica."""
-
-    number: int
-    method: str
-    arguments: tuple[Any, ...]
-
-
 class _Mailbox:
-    """The actor by which others find a replica, whose own actor is Ray Serve's alone. It has the `NodeMethods` of
-    changes, and passes them on: the replica takes each question, and brings its answer."""
+    """The actor by which others find a replica, whose own actor is Ray Serve's alone. It has the `NodeMethods`,
+    and passes them on: the replica takes each question, and brings its answer."""
 
     def __init__(self) -> None:
-        self._asked: asyncio.Queue[_Asked] = asyncio.Queue()
+        self._asked: asyncio.Queue[_Question] = asyncio.Queue()
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
 
     async def _pass_on(self, method: str, arguments: tuple[Any, ...]) -> Any:
         self._number += 1
         answer = self._open[self._number] = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait(_Asked(self._number, method, arguments))
+        self._asked.put_nowait((self._number, method, arguments))
         return await answer
 
-    async def receive(self) -> _Asked:
+    async def receive(self) -> _Question:
         """Wait for the next question."""
         return await self._asked.get()
 
@@ -162,39 +156,30 @@ def _passing(method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     return ask
 
 
-for _method in (
-    NodeMethods.status,
-    NodeMethods.metrics,
-    NodeMethods.reconcile_soon,
-    NodeMethods.prepare,
-    NodeMethods.renew,
-    NodeMethods.commit,
-    NodeMethods.discard,
-    NodeMethods.prepare_trial,
-    NodeMethods.continue_trial,
-    NodeMethods.end_trial,
-    NodeMethods.trial,
-):
-    setattr(_Mailbox, _method.__name__, _passing(_method.__name__))
+for _name in vars(NodeMethods):
+    if not _name.startswith("_"):
+        setattr(_Mailbox, _name, _passing(_name))
 
 
 def _answer(mailbox: ActorHandle[_Mailbox], agent: RanksAgent) -> None:
     """Answer what is asked at the mailbox, each question in a thread: some wait for others."""
     while True:
         try:
-            asked: _Asked = ray.get(send(mailbox, _Mailbox.receive))
+            question = ray.get(send(mailbox, _Mailbox.receive))
         except RayError as error:
             _end(f"{agent.node}: the actor by which others find it has ended ({type(error).__name__})")
-        _in_thread(lambda asked=asked: _answer_one(mailbox, agent, asked))  # type: ignore[misc]
+        _in_thread(partial(_answer_one, mailbox, agent, *question))
 
 
-def _answer_one(mailbox: ActorHandle[_Mailbox], agent: RanksAgent, asked: _Asked) -> None:
+def _answer_one(
+    mailbox: ActorHandle[_Mailbox], agent: RanksAgent, number: int, method: str, arguments: tuple[Any, ...]
+) -> None:
     answer, failure = None, None
     try:
-        answer = getattr(agent, asked.method)(*asked.arguments)
+        answer = getattr(agent, method)(*arguments)
     except Exception as error:
         failure = error
-    send(mailbox, _Mailbox.reply, asked.number, answer, failure)
+    send(mailbox, _Mailbox.reply, number, answer, failure)
 
 
 def _in_thread(work: Callable[[], object]) -> None:

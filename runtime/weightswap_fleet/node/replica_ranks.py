@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 from weightswap_fleet.documents import DeploymentSpec
 from weightswap_runtime.errors import RanksRefused, StageCancelled, StageClosed, text_of
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _TOGETHER = 300.0  # seconds within which all processes have started
 _TIMEOUT = 30.0  # seconds after which a rank that does not come is lost: busy machines are late, and a restart is slow
 _POLL = 0.05  # seconds between two questions whether all ranks have staged
-P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 
 class RanksAgent(Agent):
@@ -134,11 +134,11 @@ def _open(spec: DeploymentSpec, address: str, number: int, ranks: Callable[[Proc
 class Others(Protocol):
     """The ranks after the first. Each does what it is told, one after another."""
 
-    def send(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> None:
+    def send(self, method: Callable[[Rank, *Ts], R], *arguments: *Ts) -> None:
         """Tell all to call a method, and do not wait."""
         ...
 
-    def ask(self, method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **options: P.kwargs) -> list[R]:
+    def ask(self, method: Callable[[Rank, *Ts], R], *arguments: *Ts) -> list[R]:
         """Let all call a method, and return what they return."""
         ...
 
