@@ -44,8 +44,8 @@ from .packing import MatchedWeights, Packed, checked_labels, pack_checkpoint, re
 from .row_tracker import RowTracker
 from .row_updates import ChangedRows, Expected, Last, Places, RowUpdate
 
-STEP_DIGITS = 9
-ID_LETTERS = 12
+STEP_DIGITS = 9  # of the step in a file's name
+ID_LETTERS = 12  # of the weights id in a file's name
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}(\d{{{STEP_DIGITS}}})-([0-9a-f]{{{ID_LETTERS}}})(\.delta)?\.safetensors")
 # copy of a model's values, or of those that have changed, with no reference to the model; and what is beside the file

@@ -35,7 +35,7 @@ from .replica import FleetAnswer
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 _Path = str | os.PathLike[str]
-_POLL = 0.05
+_POLL = 0.05  # seconds between two questions to the coordinator
 _SLACK = 30.0  # seconds beyond those of a change's phases
 
 

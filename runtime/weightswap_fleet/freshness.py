@@ -17,7 +17,7 @@ from .errors import StaleReplica
 MIN_REVISION = "weightswap-min-revision"  # request header: the least revision that may answer it
 REVISION = "weightswap-revision"  # response header: the revision for later requests of the client
 PATIENCE = 2.0  # seconds to wait for a commit that other nodes have already made
-_POLL = 0.002
+_POLL = 0.002  # seconds between two looks at the served revision
 
 
 class Freshness:

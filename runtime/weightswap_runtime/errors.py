@@ -55,7 +55,7 @@ from typing import Any, Literal
 
 import msgspec
 
-MOST_LISTED = 5
+MOST_LISTED = 5  # texts that a message names, before it says how many more there are
 MOST_SHOWN = 2000  # characters of a line in a message
 
 
@@ -133,7 +133,7 @@ def _escape_surrogates(value: Any) -> Any:
     return [_escape_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-MOST_PRINTED = 50
+MOST_PRINTED = 50  # problems of one refusal
 MOST_OF_A_PROBLEM = 1000  # characters
 
 

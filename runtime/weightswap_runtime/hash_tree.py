@@ -23,8 +23,8 @@ from .tensors import BLOCK
 from .threads import WorkerThreads
 
 NODES = 2048  # of a block, the last of which is not used
-ROOT = 2046
-BLOCK_BYTES = 32 * NODES
+ROOT = 2046  # the last of 1024 + 512 + ... + 1 nodes
+BLOCK_BYTES = 32 * NODES  # of the digests of its nodes
 # Chunks of a block beyond which the blake3 package hashes all of it in less time: 140 us, against 0.5 us for a chunk
 MOST_CHUNKS = 256
 _TASK = 1024  # least chunks for a thread: it takes about as long to start as to hash them

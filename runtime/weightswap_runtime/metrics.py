@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 CALL_BUCKETS = tuple(value * 10.0**power for power in range(-5, 2) for value in (1, 2.5, 5))  # 10 us to 50 s
 PAUSE_BUCKETS = tuple(value * 10.0**power for power in range(-7, 2) for value in (1, 2.5, 5))  # 100 ns to 50 s
 MOST_LABELS = 20  # of the weights: each set of values is a series of its own, which Prometheus keeps
-LONGEST_LABEL = 200
+LONGEST_LABEL = 200  # characters of its name
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 _ENDINGS = {"committed": "committed", "rolled back": "committed", "cancelled": "cancelled", "discarded": "discarded"}
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily, SummaryMetricFamily, InfoMetricFamily)

@@ -21,7 +21,7 @@ from threading import Condition
 from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
-MOST_THREADS = 16
+MOST_THREADS = 16  # of a pool: so many processors a GPU's link needs
 PATIENCE = 5.0  # seconds to wait at the end of the interpreter for work that cannot be interrupted
 
 

@@ -62,7 +62,7 @@ T = TypeVar("T")
 Named = tuple[str, TensorBytes]
 Role = Literal["server", "owner", "worker"]
 Parameters = dict[str, bool | int | float | str | None]
-_MOST = (1 << 63) - 1
+_MOST = (1 << 63) - 1  # the largest signed integer of 64 bits
 _SIZES = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST}}
 Array = Annotated[Raw, Meta(extra_json_schema={"type": "array"})]
 Count = Annotated[int, Meta(ge=0, le=_MOST)]

@@ -24,11 +24,11 @@ from torch._export.serde import schema
 from weightswap_runtime.engines.graph_archive import UnknownPart
 from weightswap_runtime.engines.operators import ForeignFunction, MissingOperator, check_strings, find_operator
 
-_MOST_CHARACTERS = 10_000
+_MOST_CHARACTERS = 10_000  # of the text of a size; this and the next limits keep its evaluation quick
 _MOST_CHOICES, _MOST_CHOSEN = 20, 8  # calls of Max and Min in a size, and their arguments: SymPy compares all pairs
-_MOST_POWERS, _LARGEST_EXPONENT = 3, 99
-_MOST_DIGITS = 1000
-_MOST_BITS = 64
+_MOST_POWERS, _LARGEST_EXPONENT = 3, 99  # in a size
+_MOST_DIGITS = 1000  # of the precision that a number in a size asks for
+_MOST_BITS = 64  # of an integer in a size
 _MOST_SHOWN = 80  # characters of a text in an error
 _SYMBOL = re.compile(r"[a-z]{1,4}\d+")
 _NUMBER = re.compile(r"-?\d{1,20}(\.\d{1,80})?(e[-+]?\d{1,3})?")

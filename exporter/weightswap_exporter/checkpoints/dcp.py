@@ -52,7 +52,7 @@ _CLASSES = {
 _AGAIN = "Save the checkpoint again, or copy it again."
 _BYTES_OF_CHUNK = 16  # a pickle needs more to describe one; less means that tensors share a list of chunks
 _MOST_AXES = 64  # of a tensor; nobody has more
-_MOST_OF_PATH = 4096
+_MOST_OF_PATH = 4096  # characters of a file's name
 
 
 class Chunk(NamedTuple):

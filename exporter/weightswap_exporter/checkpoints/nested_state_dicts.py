@@ -34,8 +34,8 @@ NESTED = "a nested tensor (torch.nested) cannot be written as safetensors"
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 _DEPTH = 2  # of wrappers in wrappers that are searched for the weights
 _MOST_DEPTH = 8  # of mappings that a user can choose
-_MOST_PATHS = 4
-_MOST_LISTED = 20
+_MOST_PATHS = 4  # at which one mapping is looked at
+_MOST_LISTED = 20  # mappings that an error names
 NO_VALUES = "has no values (a skeleton's or a meta tensor)"
 
 

@@ -27,7 +27,7 @@ MOST_REPEATED, MOST_BYTES = 4, 64 << 20  # tensors may have so many times the by
 MOST_UNSOUND = 4096  # keys whose hashes anybody can make equal, so that each is compared with all
 _MOST_DEPTH = 100  # of tuples in tuples
 _OBJECT, _SET = 10, 14  # an instance; an empty set, which has one byte in a pickle and 216 in memory
-_UNIT = 16
+_UNIT = 16  # bytes of a text whose copy costs one unit
 _LARGE = (1 << 61) - 1  # integers from here on can have any hash
 
 

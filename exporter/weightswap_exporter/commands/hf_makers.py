@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.export import Dim
 
-_BATCH = 2
+_BATCH = 2  # samples of an input
 _SOUND_FRAMES = 8  # frames of features in a sample waveform
 _SAMPLES = 15360  # samples of a waveform if any number will do: whole frames of the usual codecs
 _SPECTRA = 200  # frames of a spectrogram
-_IMAGE_SIZE = 224
+_IMAGE_SIZE = 224  # pixels, for a model whose configuration names no size
 _SECTIONS = {  # words in the names of sub-configurations that come before the whole for a kind of input
     "text": ("text", "decoder"),
     "vision": ("vision", "image", "vit", "visual", "backbone"),
@@ -276,7 +276,7 @@ _BINS = (
     *("feature_projection_input_dim", "num_mel_channels", "model_in_channels", "input_dim", "input_size"),
 )
 
-_USUAL_BINS = (80, 128)
+_USUAL_BINS = (80, 128)  # of a spectrogram, for a model whose configuration names no number
 
 
 def _spectra(subject: Subject) -> Iterator[Input]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 verify_command = typer.Typer(add_completion=False)
-_MOST_SHOWN = 20
+_MOST_SHOWN = 20  # problems, and tensors, that are printed one by one
 
 
 @verify_command.command()

@@ -25,7 +25,7 @@ from .engine_check import differ, problem_of
 
 MOST_BYTES = 1 << 30  # of random weights
 _TIMEOUT = 120.0  # seconds for which a rank waits for another
-_CALLER = 6
+_CALLER = 6  # frames from a warning up to the caller of `export`
 
 
 class _Call(NamedTuple):

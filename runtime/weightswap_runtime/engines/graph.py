@@ -55,7 +55,7 @@ from .operators import (
     find_operator,
 )
 
-_POSITIONAL, _KEYWORD = 1, 2
+_POSITIONAL, _KEYWORD = 1, 2  # the schema's kinds of arguments
 _SPARSE = ("as_layout", 1)
 _MOST_LITERALS = 1000  # of a list in the source: Python's compiler takes half a kilobyte for each
 _MOST_BITS = 64  # of an integer: no operator takes a longer one

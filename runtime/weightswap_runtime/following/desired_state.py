@@ -20,7 +20,7 @@ from weightswap_runtime.tensors import DIGEST
 
 FORMAT_VERSION = 1
 MOST_KEPT = 20  # weights of the history
-MOST_WITHDRAWN = 200
+MOST_WITHDRAWN = 200  # weights that were rolled back
 MOST_BASES = 1000  # files that a new process reads before a delta
 KEPT_BYTES = 3 << 20  # of a document: readers take 4 MiB, so that whoever wrote before, an operator's change has room
 SHOWN = 12  # characters of a weights id that messages show

@@ -23,7 +23,7 @@ from weightswap_runtime.tensors import TensorBytes, describe, same_type
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME, PARTS_NAME, ConversionInput, Manifest, NamedTensor, decode_manifest
 from .safetensors import parse_file
 
-_MOST_MANIFEST = 64 << 20
+_MOST_MANIFEST = 64 << 20  # bytes
 _FILES = (".safetensors", ".json")  # suffixes of files; an artifact is a folder
 _AGAIN = "Export the artifact again, or copy it again."
 

@@ -37,7 +37,7 @@ from .safetensors import (
     weights_id,
 )
 
-_DATA_ALIGNMENT = 4096
+_DATA_ALIGNMENT = 4096  # bytes: the data of a file begins at a multiple, as docs/format.md says
 
 
 _UNKNOWN = "0" * 64  # stands for an id or a digest until the bytes are written

@@ -32,7 +32,7 @@ from .weight_set import WeightSet, goldens_path, goldens_url
 GOLDENS_NAME = "goldens.safetensors"
 INPUTS_NAME = "inputs.safetensors"  # of an artifact without weights
 FORMAT_VERSION = 1
-_MOST_REMOTE_BYTES = 4 << 30
+_MOST_REMOTE_BYTES = 4 << 30  # of goldens behind a URL, which are read whole
 _AGAIN = "Record the goldens again, copy them again, or remove the file."
 
 Mode = Literal["goldens", "finite", "off"]  # of verification, by an operator's `verify=`

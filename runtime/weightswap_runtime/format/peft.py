@@ -29,7 +29,7 @@ from .weight_set import SUFFIX, StoredTensor
 T = TypeVar("T")
 CONFIG_NAME = "adapter_config.json"
 _WEIGHTS_NAME = "adapter_model.safetensors"
-_MOST_CONFIG = 256 << 10
+_MOST_CONFIG = 256 << 10  # bytes
 _PREFIX = "base_model.model."
 _ALL_LINEAR = "all-linear"
 _ROW = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
@@ -334,9 +334,9 @@ def _ending(pattern: str) -> str:
 # `re` backtracks: a pattern may try all places for each repetition, and all alternatives of each group. So the steps of
 # all patterns with all names of modules are estimated before any is tried.
 _PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+)*")  # a name, which costs next to nothing: there may be thousands
-_MOST_REPETITIONS, _MOST_ALTERNATIVES, _LONGEST_PATTERN = 4, 64, 1000
+_MOST_REPETITIONS, _MOST_ALTERNATIVES, _LONGEST_PATTERN = 4, 64, 1000  # of a pattern; its length in characters
 _MOST_STEPS = 100_000_000  # about a second
-_PLAIN_STEPS, _COMPILED_STEPS = 100, 30_000
+_PLAIN_STEPS, _COMPILED_STEPS = 100, 30_000  # to look for a plain name, and to compile a pattern
 _compiled = lru_cache(maxsize=10_000)(re.compile)  # as many as `_MOST_STEPS` allows
 
 

@@ -43,7 +43,7 @@ ALIGNMENT = 256  # of the largest tensors in a file, and of all in an arena
 FOREIGN_HEAD = 512  # bytes that `foreign_kind` looks at
 
 LENGTH = struct.Struct("<Q")
-DIGEST_BYTES = 32
+DIGEST_BYTES = 32  # of BLAKE3
 _ONNX = re.compile(rb"\x08[\x01-\x3f][\x12\x1a\x22\x28\x32\x3a\x42]")  # a ModelProto: ir_version, and a next field
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 

@@ -29,7 +29,7 @@ from .device import BlockTable, Buffer, Copy, Device, Event, Inspector, LockedBu
 from .host import available
 
 BUFFER_BYTES = 16 << 20  # of each buffer of a ring
-SHARE = 8  # at most 1/SHARE of the host's free memory is page-locked
+SHARE = 8  # a ring locks at most 1/SHARE of the host's free memory: a device has two, for stagings and for commits
 LEAST = 64 << 20  # bytes of the smallest set that the device inspects
 WINDOW = 256 << 20  # bytes that are inspected at once, while more are copied
 

@@ -27,10 +27,10 @@ from weightswap_runtime.errors import WeightFileError
 from weightswap_runtime.format.identity import Counts, Identity
 from weightswap_runtime.live.receipt import SwapReceipt
 
-_PAGE: Final = 4096
+_PAGE: Final = 4096  # bytes: the words of the model, before the slots; all parts are whole pages
 _SLOT: Final = 256  # bytes: a cache line for each of its words, so that workers do not slow each other down
-_HISTORY: Final = 1 << 20
-_LABELS: Final = 1 << 20
+_HISTORY: Final = 1 << 20  # bytes of each of the two histories
+_LABELS: Final = 1 << 20  # bytes of a description that labels may take
 _WORD, _WORKERS, _UNLOADED, _TRIAL, _TRIALS = 8, 16, 17, 24, 25  # offsets in the page, in words of 8 bytes
 _PID, _HOLDS, _UNFENCED = 0, (8, 16), 24  # offsets in a slot, in words
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())  # number of the system call

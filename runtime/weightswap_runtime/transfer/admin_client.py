@@ -20,7 +20,7 @@ from weightswap_runtime.errors import Unsupported, WeightswapError
 from weightswap_runtime.sources.location import printable
 
 ENVIRONMENT = "WEIGHTSWAP_ADMIN_TOKEN"
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # bytes of a file that are read at once
 Piece = bytes | memoryview
 _PATIENCE = 10.0  # seconds to connect, and to send each chunk of a request
 

@@ -25,11 +25,11 @@ import msgspec
 from weightswap_runtime import errors
 from weightswap_runtime.errors import SwapError, TransferFailed, Unsupported, WeightswapError, reason_of
 
-VERSION = 1
+VERSION = 1  # of this protocol
 _MOST_LINE = 1 << 20  # bytes
 MOST_ANSWER = 64 << 20  # bytes: a receipt names each weight that is not finite, and labels have up to 64 KB
-_PART = 64 << 10
-_LONGEST_PATH = 107
+_PART = 64 << 10  # bytes that are received at once
+_LONGEST_PATH = 107  # bytes of a socket's path: Linux takes 108, with a zero at the end
 _DESCRIPTOR = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")  # ucred: process, user, group
 T = TypeVar("T", bound=msgspec.Struct)

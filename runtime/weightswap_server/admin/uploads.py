@@ -43,7 +43,7 @@ from .documents import Uploaded, Uploads
 from .operations import ModelOperations
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors(?:\.sig)?")
-_PIECE = 4 << 20
+_PIECE = 4 << 20  # bytes that are written at once
 _SPARE = 64 << 20  # bytes to leave free in the file system
 
 

@@ -19,9 +19,9 @@ from .bodies import RECEIVED
 from .handover import Handed
 
 ON_DISCONNECT = "weightswap.on_disconnect"  # in a scope: a callback for a client that disconnects before its response
-_BACKLOG = 2048
+_BACKLOG = 2048  # connections that the kernel keeps until they are accepted; uvicorn's default
 _IDLE = 75  # seconds, longer than load balancers keep a connection: they shall close it, between two requests
-_MOST_HEADERS = 1 << 16
+_MOST_HEADERS = 1 << 16  # bytes
 _MOST_WAITING = 128  # requests of one connection that were sent before their predecessors were answered
 
 

@@ -44,7 +44,7 @@ from weightswap_tools.terminal import (
 
 from .running import sizes_text
 
-_MOST_SECONDS = 86400.0
+_MOST_SECONDS = 86400.0  # a day
 _WIDE = 20  # the ratio from which a linear axis would squeeze the smallest values together
 _CALLS_NOTE = """The latency of one call with prepared inputs; percentiles over all calls of all threads.
 Calls and samples per second are of all threads together."""

@@ -44,7 +44,7 @@ PrepareOption = Annotated[
     float, typer.Option(min=0, help="Seconds after which a node that is not ready aborts the change.")
 ]
 _NAME = "weightswap"
-_PREPARE = 600.0
+_PREPARE = 600.0  # seconds for all nodes to stage
 _CONNECT_TIMEOUT = 5.0  # seconds
 _AUTH_MODE = "RAY_AUTH_MODE"
 _TOKEN = "give the token of the cluster's head in ~/.ray/auth_token or RAY_AUTH_TOKEN, as on all its machines"

@@ -25,7 +25,7 @@ from weightswap_tools.terminal import (
 from .show import artifacts_report, print_artifacts, print_weights, weights_report
 
 diff_command = typer.Typer(add_completion=False)
-_MOST_SHOWN = 30
+_MOST_SHOWN = 30  # tensors in the table, without --all
 _FOR_WEIGHTS = "--artifact, --keys, --level, --values and --fail-if are for weights, not artifacts"
 
 

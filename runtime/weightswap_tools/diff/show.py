@@ -32,7 +32,7 @@ from .documents import LEVELS
 
 MOST_CELLS = 100_000  # of the map
 _MOST_NAMED = 20  # tensors that meet a condition
-_MOST_HISTOGRAMS = 6
+_MOST_HISTOGRAMS = 6  # of single tensors, those that changed most
 _NEW_NAN, _NEW_INF = "new NaN", "new Inf"
 MARKS = (
     Mark(_NEW_NAN, "NaN", "bad"),

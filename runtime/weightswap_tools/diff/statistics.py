@@ -27,7 +27,7 @@ BLOCK = 1 << 16  # elements: their 64-bit floats fit in a core's cache
 _STEP = 8192  # OpenBLAS computes longer products with its own threads, which compete with ours
 _CLOSE = 1e-2  # of the mean square; smaller variances are computed again from the distances to the mean
 _GLANCE = 256  # bytes: most blocks that differ at all differ in the first ones
-_MANTISSA_BITS = 52
+_MANTISSA_BITS = 52  # of a 64-bit float; its exponent is above them
 
 
 class Tally(NamedTuple):

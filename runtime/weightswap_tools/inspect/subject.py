@@ -24,7 +24,7 @@ from weightswap_tools.terminal import cut_text, human_bytes, ranks_text, signatu
 
 Fact = tuple[str, str]  # a name and a text
 Document = dict[str, Any]
-_MOST_OTHER_LEVELS = 10
+_MOST_OTHER_LEVELS = 10  # of a checkpoint that are named
 
 
 class ArtifactSubject(NamedTuple):

@@ -32,7 +32,7 @@ from .markup import cut_text, distinct_texts, markup, number_text, seconds_text,
 
 __all__ = ["Chart", "chart_of"]
 Option = dict[str, Any]
-_HUES = 8
+_HUES = 8  # categorical colours of the style sheet
 _NO_LINES = {"splitLine": {"show": False}}
 _ITEM = {"trigger": "item"}
 _CORNERS = {"x": [0, 1], "y": [2, 3]}  # of a bar in a custom series: left, right, bottom, top
@@ -233,7 +233,7 @@ def _log_ticks(values: list[float]) -> list[float]:
 
 # Timelines. The bars are drawn by a custom series over a hidden second axis, on which a lane is one unit high.
 
-_LANE_HEIGHT = 44
+_LANE_HEIGHT = 44  # pixels
 _BAR = 0.46  # of a lane's height
 _MOST_UNZOOMED = 12  # spans
 _TIME_MOVES = {"Earlier": (-0.5, 1), "Later": (0.5, 1), "Zoom in": (0, 0.5), "Zoom out": (0, 2)}
@@ -359,11 +359,11 @@ def _leaves(node: TreemapNode, path: str) -> Iterator[tuple[str, int, str]]:
 # legend key. The library cannot mix the colours of a continuous scale itself, since it does not know what they are.
 
 _ROWS = 200  # drawn at a time
-_ROW_HEIGHT = 18
+_ROW_HEIGHT = 18  # pixels
 _STEPS = 64  # of the colour scale
 _STOPS = 5  # colours of the style sheet, between which the steps are mixed
 _ROW_LETTERS = 40  # of a name
-_COLUMN_LETTERS, _TILTED_LETTERS = 18, 27
+_COLUMN_LETTERS, _TILTED_LETTERS = 18, 27  # of a column's name, and of one that is tilted
 _MOST_LEVEL_LABELS = 8  # columns; more have tilted labels
 _MARK_HUES = (1, 2, 3, 5, 7)  # hues unlike those of the scale
 _INFINITE = _hue(6)
