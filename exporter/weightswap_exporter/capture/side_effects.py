@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -46,6 +46,7 @@ _SAME = {  # operators whose result has the same values as the argument at this 
 _Tensors = Mapping[str, tuple[torch.Tensor, set[int]]]  # tensors by FQN, with their storages
 _Labels = dict[Any, int]  # numbers of computations, by what they are
 _Axes = dict[int, Any]  # dynamic dimensions of a tensor
+_Compared = Literal["same", "different", "unknown"]  # what two calls compute, each from its own inputs
 
 
 @contextmanager
@@ -235,8 +236,8 @@ def is_read_later(
     """Return whether a second call of `root` may depend on values that the first has left in attributes.
 
     inputs: args and kwargs with which `program` was captured. mutated: buffers that a call changes; as state, they are
-    inputs of each call. If only numbers were left, the answer is True only for a second call that is seen to compute
-    something else: many modules count their calls, and never read the number.
+    inputs of each call. Of calls that cannot be compared, the second is taken to read tensors, but no numbers: many
+    modules count their calls, and never read the number.
     """
     flat, spec = pytree.tree_flatten(inputs)
     twice = _Twice(root, flat, spec, mutated)
@@ -252,9 +253,12 @@ def is_read_later(
             )
             both = functionalised(both)
         except Exception:  # calls that differ, such as in a size, cannot be captured in one program
-            return bool(side_effects.tensors)
-    same = _same_twice(both, axes, mutated)
-    return False in twice.settled or not same if side_effects.tensors else same is False
+            compared: _Compared = "unknown"
+        else:
+            compared = _compare_calls(both, axes, mutated)
+    if side_effects.tensors:
+        return False in twice.settled or compared != "same"
+    return compared == "different"
 
 
 class _Twice(nn.Module):
@@ -323,10 +327,10 @@ def _dynamic(program: ExportedProgram) -> list[_Axes]:
     ]
 
 
-def _same_twice(program: ExportedProgram, axes: list[_Axes], mutated: Collection[str]) -> bool | None:
-    """Return whether both calls compute their outputs alike, each from its own inputs.
+def _compare_calls(program: ExportedProgram, axes: list[_Axes], mutated: Collection[str]) -> _Compared:
+    """Return whether both calls compute the same outputs, each from its own inputs.
 
-    None if the calls cannot be compared, as one affects the other by more than attributes.
+    "unknown" if they cannot be compared, as one affects the other by more than attributes.
     """
     signature = program.graph_signature
     (returned,) = program.graph.output_node().args
@@ -337,13 +341,14 @@ def _same_twice(program: ExportedProgram, axes: list[_Axes], mutated: Collection
     inputs = [node for node, spec in graph_inputs(program) if spec.kind is InputKind.USER_INPUT]
     first, second = inputs[: len(axes)], inputs[len(axes) :]
     if {spec.kind for spec in signature.output_specs} - {OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION}:
-        return None
+        return "unknown"
     if not {name.removeprefix("root.") for name in signature.buffers_to_mutate.values()} <= set(mutated):
-        return None
+        return "unknown"
     if not _vary_apart(first, second, axes) or _random_operators(one) & _random_operators(two):
-        return None
+        return "unknown"
     labels: _Labels = {}
-    return _labelled(program, labels, first, one) == _labelled(program, labels, second, two)
+    is_same = _labelled(program, labels, first, one) == _labelled(program, labels, second, two)
+    return "same" if is_same else "different"
 
 
 def _vary_apart(first: list[Node], second: list[Node], axes: list[_Axes]) -> bool:
