@@ -163,14 +163,14 @@ def export_decoder(
     engines, variants, on_step: as in `export`. What generates is not split over ranks. Raises the errors of `export`,
     and Unsupported for a model whose memory is not a key-value cache.
     """
-    prepared = decoder(peft_base(model) if variants else model, length, batch)
+    prepared, methods, generation = decoder(peft_base(model) if variants else model, length, batch)
     return _export(
-        prepared.model,
-        prepared.methods,
+        prepared,
+        methods,
         out,
         engines,
         checkpoint=checkpoint,
-        generation=prepared.generation,
+        generation=generation,
         variants=variants,
         on_step=on_step,
     )

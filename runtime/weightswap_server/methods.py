@@ -50,6 +50,7 @@ _JAGGED = {f"torchrec.sparse.jagged_tensor.{name}" for name in ("JaggedTensor", 
 _MOST_TRIED = 4096  # rows of a batch, for which conditions of a graph are tried
 Flat = Sequence[Any]  # a method's flat inputs: TensorBytes, ints and literals, in the graph's order
 Outputs = Sequence[tuple[str, TensorBytes]]
+_Bags = tuple[str, str | None, bool]  # names of offsets and, if given, of indices; whether the last offset ends a bag
 
 
 class ServedMethod:
@@ -67,7 +68,9 @@ class ServedMethod:
         self.inputs, self.outputs = _metadata(name, self._inputs), _metadata(name, self._outputs)
         self.dtypes = {tensor.name: numpy_dtype(DATATYPES[tensor.datatype]) for tensor in self.inputs}
         known = {dtype: dtype for dtype in DTYPES}
-        self._jagged = [jagged for _, node in _parameters(self.signature) for jagged in _jagged(node)]
+        self._jagged = [
+            jagged for _, node in (*self.signature.args, *self.signature.kwargs) for jagged in _jagged(node)
+        ]
         self._bags = list(_bags(model, name, self._inputs))
         self._joins: list[_Join] = []
         self._rows: tuple[int, int] = 0, 1  # index of an input, and how many of its rows each row of a batch has
@@ -228,14 +231,6 @@ class _Jagged(NamedTuple):
     offsets: Tensor | None
 
 
-class _Bags(NamedTuple):
-    """Inputs that an operator on bags of rows takes as they are."""
-
-    offsets: str
-    indices: str | None  # None: they are computed
-    includes_last: bool  # the last offset is where the last bag ends
-
-
 class _Join(NamedTuple):
     """How jagged tensors of several calls become one."""
 
@@ -249,10 +244,6 @@ class _Join(NamedTuple):
 def _concatenated(values: Sequence[TensorBytes]) -> TensorBytes:
     shape = (sum(value.shape[0] for value in values), *values[0].shape[1:])
     return TensorBytes(values[0].dtype, shape, memoryview(b"".join(value.data for value in values)))
-
-
-def _parameters(signature: Signature) -> tuple[tuple[str, Node], ...]:
-    return (*signature.args, *signature.kwargs)
 
 
 def _jagged(node: Node) -> Iterator[_Jagged]:
@@ -271,7 +262,7 @@ def _jagged(node: Node) -> Iterator[_Jagged]:
 
 
 def _bags(model: ServedModel, name: str, inputs: Sequence[Leaf]) -> Iterator[_Bags]:
-    """Yield the inputs that a method's graph takes for bags. Raises ArtifactError."""
+    """Yield the inputs that a method's graph takes for bags as they are. Raises ArtifactError."""
     if not any(isinstance(leaf, Tensor) and leaf.dtype in ("I32", "I64") and len(leaf.shape) == 1 for leaf in inputs):
         return  # most graphs need not be read
     method = model.artifact.manifest.methods[name]
@@ -280,19 +271,20 @@ def _bags(model: ServedModel, name: str, inputs: Sequence[Leaf]) -> Iterator[_Ba
     for bags in bag_inputs(model.artifact.read(method.graph), str(model.artifact.path / method.graph)):
         if bags.offsets in names:
             indices = None if bags.indices is None else names.get(bags.indices)
-            yield _Bags(names[bags.offsets], indices, bags.includes_last)
+            yield names[bags.offsets], indices, bags.includes_last
 
 
 def _bag_problems(bags: _Bags, given: Mapping[str, TensorBytes]) -> Iterator[str]:
     """Yield what is wrong with the offsets of bags: some kernels read the rows of other calls, or end the process."""
-    if not _is_read(given[bags.offsets]):
+    offsets, indices, includes_last = bags
+    if not _is_read(given[offsets]):
         return
-    ends = as_array(given[bags.offsets]).astype(np.int64)
-    count = None if bags.indices is None else math.prod(given[bags.indices].shape)
+    ends = as_array(given[offsets]).astype(np.int64)
+    count = None if indices is None else math.prod(given[indices].shape)
     if (ends[1:] < ends[:-1]).any() or ends[:1].any() or (count is not None and ends[-1:].max(initial=0) > count):
-        yield f"{bags.offsets}: must rise from 0" + ("" if count is None else f" to at most {count}")
-    elif count and len(ends) <= bags.includes_last:
-        yield f"{bags.offsets}: has no bag for the {count} values of {bags.indices}"
+        yield f"{offsets}: must rise from 0" + ("" if count is None else f" to at most {count}")
+    elif count and len(ends) <= includes_last:
+        yield f"{offsets}: has no bag for the {count} values of {indices}"
 
 
 def _is_read(content: TensorBytes) -> bool:
@@ -324,7 +316,7 @@ def _jagged_problems(jagged: _Jagged, given: Mapping[str, TensorBytes]) -> Itera
 
 
 def _uses(shape: Sequence[Size], dim: str) -> bool:
-    return any(isinstance(size, str) and parse_size(size).dim == dim for size in shape)
+    return any(isinstance(size, str) and parse_size(size)[1] == dim for size in shape)
 
 
 def _metadata(method: str, method_leaves: Sequence[Leaf]) -> list[TensorMetadata]:

@@ -126,7 +126,7 @@ class Protocol(RuleBasedStateMachine):
     def the_trials_leader_polls(self, faults: dict[tuple[str, str], str]) -> None:
         self.fleet.fate = lambda method, node: faults.get((method, node), "")
         if self.trial is not None and (verdict := self.trial.poll()) is not None:
-            assert verdict.what == "ended"
+            assert verdict[0] == "ended"
             self.trial = None
         self.fleet.fate = lambda method, node: ""
 

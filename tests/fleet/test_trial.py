@@ -41,7 +41,7 @@ def begun(fleet: Fleet, number: int = 1, now: float = 100.0, **plan: Any) -> Fle
 
 def verdict(trial: FleetTrial) -> str | None:
     found = trial.poll()
-    return found.what if found is not None else None
+    return found[0] if found is not None else None
 
 
 def answered(fleet: Fleet, node: str, canary: int, errors: int = 0, word: int | None = None) -> None:

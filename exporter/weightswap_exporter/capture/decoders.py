@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,15 +28,7 @@ _TABLES = r"(?:^|\.)(?:wpe|\w*position\w*)$"  # names of embeddings of positions
 _KEYS, _VALUES = "key_cache_{}", "value_cache_{}"  # buffers, by the number of the layer
 
 
-class Decoder(NamedTuple):
-    """Language model, prepared for the export."""
-
-    model: nn.Module  # shares its tensors with the original one
-    methods: Mapping[str, MethodSpec]
-    generation: TextGeneration
-
-
-def decoder(model: nn.Module, length: int, batch: int) -> Decoder:
+def decoder(model: nn.Module, length: int, batch: int) -> tuple[nn.Module, Mapping[str, MethodSpec], TextGeneration]:
     """Prepare a causal language model of transformers, real or a skeleton, with caches of a fixed size.
 
     length: capacity of a context in tokens, prompt and answer together. batch: number of sequences that are generated
@@ -66,7 +58,7 @@ def decoder(model: nn.Module, length: int, batch: int) -> Decoder:
             zeros = torch.zeros(*shape[:2], length, shape[3], dtype=dtype)
             shared.register_buffer(buffer.format(index), zeros, persistent=False)
     methods = {"prefill": _method("prefill", batch, length, 2), "decode": _method("decode", batch, length, 1)}
-    return Decoder(shared, methods, _generation(owner, length, batch))
+    return shared, methods, _generation(owner, length, batch)
 
 
 def _positions(owner: Any) -> float:

@@ -37,7 +37,8 @@ def settle_constants(program: ExportedProgram) -> None:
                 shape, dtype = list(node.meta["val"].shape), node.meta["val"].dtype
                 user.replace_input_with(node, _call(program, _aten.ones.default, shape, **_plain_memory(dtype)))
         if parts := _parts(program, program.constants[name]):
-            with program.graph.inserting_before(_first_call(program)):
+            first_call = next(node for node in program.graph.nodes if node.op != "placeholder")
+            with program.graph.inserting_before(first_call):
                 node.replace_all_uses_with(_joined(program, parts))
         if not node.users:
             _remove(program, node, name)
@@ -114,11 +115,6 @@ def _remove(program: ExportedProgram, node: Node, name: str) -> None:
     signature = program.graph_signature
     signature.input_specs = [spec for spec in signature.input_specs if spec.arg.name != node.name]
     del program.constants[name]
-
-
-def _first_call(program: ExportedProgram) -> Node:
-    first: Node = next(node for node in program.graph.nodes if node.op != "placeholder")
-    return first
 
 
 def _call(program: ExportedProgram, target: Any, *args: Any, **kwargs: Any) -> Node:

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from math import prod
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from reprlib import repr as shown
 from typing import Any, NamedTuple
@@ -135,7 +135,7 @@ class _AssembledTensor:
     def __init__(self, folder: Path, files: Files, name: str, described: ChunkedTensor) -> None:
         self.folder, self.name, self.described = folder, name, described
         self._files = files
-        self._runs = sorted(_runs(described), key=attrgetter("begin"))
+        self._runs = sorted(_runs(described), key=itemgetter(0))
         self._located: dict[Chunk, Stored] = {}
 
     def lacking(self) -> list[str]:
@@ -192,11 +192,11 @@ class _AssembledTensor:
     def read(self, memory: memoryview, begin: int) -> None:
         """Fill memory with row-major bytes from `begin` on, if each chunk is one run. Raises CheckpointError."""
         end = begin + len(memory)
-        for run in self._runs:
-            first, last = max(begin, run.begin), min(end, run.end)
+        for run_begin, run_end, chunk in self._runs:
+            first, last = max(begin, run_begin), min(end, run_end)
             if first < last:
-                with self._files.open(self.folder / run.chunk.file) as fd:
-                    self._stored(fd, run.chunk).read(memory[first - begin : last - begin], first - run.begin)
+                with self._files.open(self.folder / chunk.file) as fd:
+                    self._stored(fd, chunk).read(memory[first - begin : last - begin], first - run_begin)
 
     def _stored(self, fd: int, chunk: Chunk) -> Stored:
         if chunk not in self._located:
@@ -235,23 +235,16 @@ class _AssembledTensor:
         return stored, records
 
 
-class _Run(NamedTuple):
-    """Chunk that is one run of a tensor's bytes, from `begin` to `end`."""
-
-    begin: int
-    end: int
-    chunk: Chunk
-
-
-def _runs(described: ChunkedTensor) -> Iterator[_Run]:
-    """Yield the chunks that are runs: cut along one dimension, with one index in each dimension before it."""
+def _runs(described: ChunkedTensor) -> Iterator[tuple[int, int, Chunk]]:
+    """Yield the chunks that are one run of the tensor's bytes, each with the beginning and the end of the run: they are
+    cut along one dimension, with one index in each dimension before it."""
     steps = row_major(described.shape)
     for chunk in () if described.problems else described.chunks:
         cut = next((index for index, size in enumerate(chunk.sizes) if size > 1), len(chunk.sizes))
         if chunk.sizes[cut + 1 :] == described.shape[cut + 1 :]:
             begin = sum(offset * step for offset, step in zip(chunk.offsets, steps, strict=True))
             size = described.dtype.itemsize
-            yield _Run(begin * size, (begin + prod(chunk.sizes)) * size, chunk)
+            yield begin * size, (begin + prod(chunk.sizes)) * size, chunk
 
 
 def _read_chunk(stored: Stored, region: torch.Tensor) -> None:
@@ -445,4 +438,4 @@ def _overlaps(shape: tuple[int, ...], blocks: list[Box]) -> Iterator[str]:
     if len(cut) > MOST_CUT:
         yield f"its chunks are cut along {len(cut)} dimensions, expected at most {MOST_CUT}"
     elif wrong := first_wrong(shape, blocks):
-        yield f"its chunks overlap at {list(wrong.place)}"
+        yield f"its chunks overlap at {list(wrong[0])}"

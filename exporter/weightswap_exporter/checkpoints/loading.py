@@ -33,7 +33,7 @@ from weightswap_runtime.torch_tensors import torch_dtype
 
 from .nested_state_dicts import ANYWHERE, Choice, NestedStateDict
 from .reading import Checkpoint, Source, from_module, open_checkpoint
-from .tensor import CheckpointTensor, pieces
+from .tensor import pieces
 
 _ADVICE = "Quantise the checkpoint as the exported model was, or export the checkpoint's model."
 _NO_PLACES = {*vars(nn.Module()), huggingface.INITIALIZED}
@@ -292,11 +292,10 @@ def _from_path(path: Path) -> CheckpointTensors:
         if len(levels) != 1:
             paths = ", ".join(level.path for level in levels) or "none"
             raise CheckpointError(f"{path}: expected one state dict, found {paths}; give its tensors as a dict")
-        return {key: _hollow(values) for key, values in levels[0].tensors.items()}
-
-
-def _hollow(values: CheckpointTensor) -> torch.Tensor:
-    return torch.empty(values.shape, dtype=torch_dtype(values.dtype), device="meta")
+        return {
+            key: torch.empty(values.shape, dtype=torch_dtype(values.dtype), device="meta")
+            for key, values in levels[0].tensors.items()
+        }
 
 
 def _has_tensors(tree: Mapping[Any, Any]) -> bool:

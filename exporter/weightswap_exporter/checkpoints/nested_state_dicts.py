@@ -72,14 +72,9 @@ class NestedStateDict(NamedTuple):
     extra: tuple[str, ...] = ()  # names of extra states (`Module.get_extra_state`) that are no tensors and not empty
 
 
+# of a checkpoint: all paths that a user could choose, with the names of their tensors; empty if one is chosen
 Mappings = Callable[[], dict[str, list[str]]]
-
-
-class Levels(NamedTuple):
-    """Levels that may have the weights."""
-
-    likely: tuple[NestedStateDict, ...]
-    mappings: Mappings  # all paths that a user could choose, with the names of their tensors; empty if one is chosen
+Levels = tuple[tuple[NestedStateDict, ...], Mappings]  # those that may have the weights
 
 
 def nested_levels(
@@ -106,7 +101,7 @@ def nested_levels(
             raise _unknown(where, choice.level, mappings())
         trees = [(choice.level, chosen)]
     levels = _with_prefix([_nested(path, below, values_of, choice) for path, below in trees], choice, where)
-    return Levels(levels, mappings if choice.level is None else dict)
+    return levels, mappings if choice.level is None else dict
 
 
 def flat_levels(
@@ -140,7 +135,7 @@ def flat_levels(
             levels.append(_flat(path, below, choice, own, states))
     if not levels:
         raise _unknown(where, paths[0], mappings())
-    return Levels(_with_prefix(levels, choice, where), mappings if choice.level is None else dict)
+    return _with_prefix(levels, choice, where), mappings if choice.level is None else dict
 
 
 def listing(mappings: Mapping[str, Iterable[str]]) -> str:

@@ -79,7 +79,7 @@ class Checkpoint(NamedTuple):
 
     where: str
     levels: tuple[NestedStateDict, ...]  # state dicts in it that may have the weights
-    mappings: Mappings  # as in `Levels`
+    mappings: Mappings
     names: bool = False  # its tensors certainly have runtime FQNs; else they may have checkpoint keys
     # raises CheckpointError or WeightFileError if one of its files was written to since it was opened
     check_unchanged: Callable[[], None] = lambda: None

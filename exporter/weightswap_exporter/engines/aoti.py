@@ -448,7 +448,10 @@ def _cpu_lowerings() -> Mapping[Any, _Lowering]:
         # torch's kernel raises for a bad index; generated code would end the process
         _aten.index.Tensor: fallback(_aten.index.Tensor, add_to_fallback_set=False),
         _aten.mm.default: _row_inline(lowering.lowerings[_aten.mm.default], _product),
-        _aten.addmm.default: _row_inline(lowering.lowerings[_aten.addmm.default], _sum_and_product),
+        _aten.addmm.default: _row_inline(
+            lowering.lowerings[_aten.addmm.default],
+            lambda bias, row, matrix: _lowered(_aten.add.Tensor, bias, _product(row, matrix)),
+        ),
     }
 
 
@@ -480,10 +483,6 @@ def _product(row: Any, matrix: Any) -> Any:
         factor.realize()  # else each column recomputes it
     column, matrices = _lowered(_aten.unsqueeze.default, row, 2), _lowered(_aten.unsqueeze.default, matrix, 0)
     return _lowered(_aten.sum.dim_IntList, _lowered(_aten.mul.Tensor, column, matrices), [1])
-
-
-def _sum_and_product(bias: Any, row: Any, matrix: Any) -> Any:
-    return _lowered(_aten.add.Tensor, bias, _product(row, matrix))
 
 
 def _lowered(operator: Any, *args: Any) -> Any:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,13 +26,7 @@ from .engine_check import differ, problem_of
 MOST_BYTES = 1 << 30  # of random weights
 _TIMEOUT = 120.0  # seconds for which a rank waits for another
 _CALLER = 6  # frames from a warning up to the caller of `export`
-
-
-class _Call(NamedTuple):
-    method: str
-    where: str
-    inputs: list[Any]
-    expected: list[Any]
+_Call = tuple[str, str, list[Any], list[Any]]  # the method, the call in words, its inputs and outputs
 
 
 def try_ranks(whole: Artifact, split: Artifact) -> None:
@@ -79,7 +73,7 @@ def _calls(whole: Artifact, weights: Path, rng: np.random.Generator) -> Iterator
                         f"method {name!r}: answers the same inputs in different ways, so it draws random numbers, and "
                         "each rank would draw others. Call model.eval(), or pass random tensors in"
                     )
-                yield _Call(name, f"{name} with {dict(sizes)}" if sizes else name, flat, expected)
+                yield name, f"{name} with {dict(sizes)}" if sizes else name, flat, expected
 
 
 def _problems(split: Artifact, weights: Path, calls: Sequence[_Call]) -> Iterator[str]:
@@ -89,13 +83,13 @@ def _problems(split: Artifact, weights: Path, calls: Sequence[_Call]) -> Iterato
     def run(group: Any) -> list[list[Any]]:
         model = load(split, weights, verify="off", ranks=Ranks(group, timeout=_TIMEOUT))
         with model:
-            return [call_flat(model, call.method, call.inputs) for call in calls]
+            return [call_flat(model, method, inputs) for method, _, inputs, _ in calls]
 
     with ThreadPoolExecutor(len(groups)) as pool:
         answers = list(pool.map(run, groups))
     for of_rank in answers:
-        for call, found in zip(calls, of_rank, strict=True):
-            outputs = leaves(split.manifest.methods[call.method].signature.output)
-            for leaf, one, other in zip(outputs, call.expected, found, strict=True):
+        for (method, where, _, expected), found in zip(calls, of_rank, strict=True):
+            outputs = leaves(split.manifest.methods[method].signature.output)
+            for leaf, one, other in zip(outputs, expected, found, strict=True):
                 if text := problem_of(one, other):
-                    yield f"{call.where}: {leaf.name}: {text}"
+                    yield f"{where}: {leaf.name}: {text}"

@@ -206,7 +206,7 @@ class EagerSide:
     def run(self, case: CallCase, within: AbstractContextManager[object] | None = None) -> list[Any]:
         """Run a case, with the call alone inside `within`. Raises ParityError, too, for outputs unlike the graph's."""
         method, args, kwargs = case.call
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._moved, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), (args, kwargs))
         outputs = self.runner.run(method, args, kwargs, within)
         names = [leaf.name for leaf in leaves(self.artifact.manifest.methods[method].signature.output)]
         if outputs.names != names:
@@ -215,9 +215,6 @@ class EagerSide:
                 "Compare with the model that was exported, or export it again.",
             )
         return contents_of(outputs.values)
-
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights
 from weightswap_runtime.following.desired_store import DesiredStore, Known, described, known_weights
 
-from .agreement import DEADLINES, Agreement, Deadlines, FleetTrial, Verdict, reader_of
+from .agreement import DEADLINES, Agreement, Deadlines, FleetTrial, reader_of
 
 NAMESPACE = "weightswap"
 _AGENT, _RELAY = "agent", "relay"
@@ -200,18 +200,19 @@ class Coordinator:
             if self._trial is None:
                 self._trial = FleetTrial.find(RayNodes(find_spec(self._fleet)))
 
-    def _act_on(self, verdict: Verdict | None, trial: FleetTrial) -> None:
+    def _act_on(self, verdict: tuple[str, str] | None, trial: FleetTrial) -> None:
         """Do what a verdict says. While another change is made, leave it to the next poll."""
         if verdict is None or not self._changing.acquire(blocking=False):
             return
         try:
             if self._trial is not trial:  # it was concluded meanwhile
                 return
-            if verdict.what == "promote":
-                self._promote_by_rule(trial, verdict.why)
+            what, why = verdict
+            if what == "promote":
+                self._promote_by_rule(trial, why)
             else:
                 trial.end()
-                self._conclude(trial, "aborted" if verdict.what == "abort" else "ended", verdict.why)
+                self._conclude(trial, "aborted" if what == "abort" else "ended", why)
         finally:
             self._changing.release()
 

@@ -256,13 +256,6 @@ def _receipt(prepared: PrepareReply, committed: CommitReply | None) -> NodeRecei
     return NodeReceipt(prepared.seconds, prepared.resident, prepared.verified, at, generation)
 
 
-class Verdict(NamedTuple):
-    """A verdict on a trial."""
-
-    what: str  # "promote", "abort", or "ended" if no node has it any more
-    why: str  # in words
-
-
 class FleetTrial:
     """The leader's side of a trial. Not thread-safe."""
 
@@ -295,8 +288,8 @@ class FleetTrial:
         with _renewing(self._nodes, self.request):
             ready = _prepare_all(self._nodes, NodeMethods.prepare_trial, self.request, NodeMethods.end_trial, timeout)
         self.shares = dict.fromkeys(ready, 0.0)
-        if (verdict := self.poll()) is not None and verdict.what == "ended":
-            raise FleetRefused(self.request.source, dict.fromkeys(ready, StageClosed(verdict.why)))
+        if (verdict := self.poll()) is not None and verdict[0] == "ended":
+            raise FleetRefused(self.request.source, dict.fromkeys(ready, StageClosed(verdict[1])))
 
     def _check_shares(self, names: Sequence[str]) -> None:
         plan = self.request.plan
@@ -304,8 +297,9 @@ class FleetTrial:
             if plan.of == "nodes" and share < 1 and all(shares(names, share, by_nodes=True).values()):
                 raise Unsupported(f"share={share:g} of {len(names)} nodes would be all; give a share of the requests")
 
-    def poll(self) -> Verdict | None:
-        """Renew the trial on all nodes, collect the measures, and judge them.
+    def poll(self) -> tuple[str, str] | None:
+        """Renew the trial on all nodes, collect the measures, and judge them. Return "promote", "abort", or "ended" if
+        no node has it any more, with the reason in words; None while it goes on.
 
         Nodes that have lost the trial, or joined later, serve the desired weights alone until the promotion.
         """
@@ -314,11 +308,11 @@ class FleetTrial:
         for share in sorted(set(share_of.values())):
             self._renew([name for name in share_of if share_of[name] == share], share)
         if not self.shares:
-            return Verdict("ended", "no node has it any more")
+            return "ended", "no node has it any more"
         if (verdict := self._analysis.verdict()) is not None:
-            return Verdict(*verdict)
+            return verdict
         if plan.is_through(elapsed):
-            return Verdict("promote", f"{len(plan.steps)} steps of {plan.step_seconds:g} s")
+            return "promote", f"{len(plan.steps)} steps of {plan.step_seconds:g} s"
         return None
 
     def _renew(self, names: Sequence[str], share: float) -> None:

@@ -90,14 +90,6 @@ def _ieee(size: int, first: int) -> _Codes:
     return _Codes(size, first, first | 1 << (8 * size - 1))
 
 
-class BitPattern(NamedTuple):
-    """Elements of `bytes` bytes that are not finite: those whose bits in `mask` are those of `value`."""
-
-    bytes: int
-    value: int
-    mask: int
-
-
 # OCP's F6 and F4 have no non-finite values
 _CODES: dict[str, _Codes] = {
     "F16": _ieee(2, 0x7C00),
@@ -113,16 +105,17 @@ _CODES: dict[str, _Codes] = {
 }
 
 
-def nonfinite_pattern(dtype: str) -> BitPattern | None:
-    """Return how the non-finite elements of a dtype are recognised; None if there are none."""
+def nonfinite_pattern(dtype: str) -> tuple[int, int, int] | None:
+    """Return the size of a dtype's elements in bytes, a value and a mask: those whose bits in the mask are those of the
+    value are not finite. None if all are finite."""
     codes = _CODES.get(dtype)
     if codes is None:
         return None
     if codes.lowest is not None:
-        return BitPattern(codes.bytes, codes.lowest + (1 << 8 * codes.bytes), (1 << 8 * codes.bytes) - 1)
+        return codes.bytes, codes.lowest + (1 << 8 * codes.bytes), (1 << 8 * codes.bytes) - 1
     first = codes.unsigned if codes.signed is None else codes.signed
     assert first is not None  # whose bits all patterns above it have
-    return BitPattern(codes.bytes, first, first)
+    return codes.bytes, first, first
 
 
 def count_nonfinite(dtype: str, data: memoryview) -> Counts | None:

@@ -358,12 +358,12 @@ def _dimension_problems(name: str, signature: Signature, inputs: Iterable[Leaf])
     bound = set()
     for size in (size for leaf in inputs for size in sizes_of(leaf) if isinstance(size, str)):
         try:
-            expression = parse_size(size)
+            factor, dim, _ = parse_size(size)
         except ValueError as error:
             yield f"{name}: {error}"
             continue
-        bound.add(expression.dim)
-        if expression.factor < 1 or expression.dim not in signature.dims:
+        bound.add(dim)
+        if factor < 1 or dim not in signature.dims:
             yield f"{name}: the size {size!r} names no dimension of the signature"
     for text in signature.conditions:
         try:

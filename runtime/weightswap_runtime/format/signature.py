@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -93,20 +93,12 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()  # relations between dimensions that the capture relied on, such as `rows <= columns`
 
 
-class SizeExpression(NamedTuple):
-    """`factor * dim + offset`."""
-
-    factor: int
-    dim: str
-    offset: int
-
-
-def parse_size(text: str) -> SizeExpression:
-    """Parse a size expression. Raises ValueError."""
+def parse_size(text: str) -> tuple[int, str, int]:
+    """Return the factor, the dimension and the offset of a size: `factor * dim + offset`. Raises ValueError."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a size expression")
-    return SizeExpression(int(match["factor"] or 1), match["dim"], int(match["offset"] or 0))
+    return int(match["factor"] or 1), match["dim"], int(match["offset"] or 0)
 
 
 def in_range(sizes: Sizes, dims: Mapping[str, Dimension]) -> bool:

@@ -464,10 +464,11 @@ def _check_cover(where: str, name: str, shape: tuple[int, ...], parts: Sequence[
             f"most {MOST_CUT}. Save it whole (enable_consolidation=True)."
         )
     if wrong := first_wrong(shape, boxes):
-        byte = sum(place * step for place, step in zip(wrong.place, row_major(shape), strict=True)) * bits // 8
-        holders = [part.file.path.name for part in parts if _holds(part, wrong.place)]
-        found = "is in no file" if wrong.is_missing else f"is in {len(holders)} files, {listed(holders)}"
-        raise WeightFileError(f"{where}: byte {byte} of {name}, element {list(wrong.place)}, {found}. {_ALL_PARTS}")
+        place, is_missing = wrong
+        byte = sum(index * step for index, step in zip(place, row_major(shape), strict=True)) * bits // 8
+        holders = [part.file.path.name for part in parts if _holds(part, place)]
+        found = "is in no file" if is_missing else f"is in {len(holders)} files, {listed(holders)}"
+        raise WeightFileError(f"{where}: byte {byte} of {name}, element {list(place)}, {found}. {_ALL_PARTS}")
 
 
 def _holds(part: _Part, index: tuple[int, ...]) -> bool:

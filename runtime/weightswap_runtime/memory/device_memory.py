@@ -153,7 +153,11 @@ class DevicePatch(Patch):
         def upload(piece: tuple[int, memoryview]) -> None:
             region.write(*piece)
 
-        pieces = ((at + start, data[start : start + BUFFER_BYTES]) for at, data in uploads for start in _starts(data))
+        pieces = (
+            (at + start, data[start : start + BUFFER_BYTES])
+            for at, data in uploads
+            for start in range(0, len(data), BUFFER_BYTES)
+        )
         with region.writing():
             workers.run_all(upload, pieces)
         region.synchronize()
@@ -212,7 +216,3 @@ def _runs_of(part: ByteRanges, start: int) -> list[Copy]:
     begins, ends = part.begins[firsts].tolist(), part.ends[np.append(firsts[1:] - 1, -1)].tolist()
     places = (start + part.offsets[firsts]).tolist()
     return [Copy(begin, place, end - begin) for begin, place, end in zip(begins, places, ends, strict=True)]
-
-
-def _starts(data: memoryview) -> range:
-    return range(0, len(data), BUFFER_BYTES)

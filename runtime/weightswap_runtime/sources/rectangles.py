@@ -95,20 +95,14 @@ class _Rows:
             self.source.read_into(parts, self._begin + first * self._length + skipped)
 
 
-class Wrong(NamedTuple):
-    """First element of a tensor, in row-major order, that is not in exactly one of its boxes."""
-
-    place: tuple[int, ...]
-    is_missing: bool  # else it is in several
-
-
 def cut_axes(shape: Sequence[int], boxes: Sequence[Box]) -> list[int]:
     """Return the dimensions in which some box is smaller than the whole."""
     return [axis for axis, size in enumerate(shape) if any(sizes[axis] != size for _, sizes in boxes)]
 
 
-def first_wrong(shape: tuple[int, ...], boxes: Sequence[Box]) -> Wrong | None:
-    """Return where boxes within a tensor fail to cover it once; None if they do. At most MOST_CUT axes may be cut.
+def first_wrong(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[tuple[int, ...], bool] | None:
+    """Return the first element of a tensor, in row-major order, that is not in exactly one of its boxes, and whether it
+    is in none; None if there is no such element. At most MOST_CUT axes may be cut.
 
     Summed with alternating signs, the corners of all boxes cancel out but for those of the whole, if and only if the
     boxes cover it once: the sum is the derivative of the number of boxes at each element. At the first wrong element it
@@ -120,7 +114,7 @@ def first_wrong(shape: tuple[int, ...], boxes: Sequence[Box]) -> Wrong | None:
     for place, signs in groupby(sorted(corners), key=itemgetter(0)):  # sorted: hashes of numbers can be made equal
         if surplus := sum(sign for _, sign in signs):
             found = dict(zip(cut, place, strict=True))
-            return Wrong(tuple(found.get(axis, 0) for axis in range(len(shape))), surplus < 0)
+            return tuple(found.get(axis, 0) for axis in range(len(shape))), surplus < 0
     return None
 
 

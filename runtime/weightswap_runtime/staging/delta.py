@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -101,10 +100,9 @@ def lay_over(
     Raises MemoryError and StageCancelled.
     """
     staging.job.begin("verifying")
-    changed = overlay(parts, arena, served, staging.trees, staging.workers, staging.job)
-    digests = {**served.digests, **changed.digests}
-    identity = identify(staging.manifest.weights, digests, labels, changed.nonfinite)
-    return identity, HostPatch(changed.parts)
+    placed, digests, nonfinite = overlay(parts, arena, served, staging.trees, staging.workers, staging.job)
+    identity = identify(staging.manifest.weights, {**served.digests, **digests}, labels, nonfinite)
+    return identity, HostPatch(placed)
 
 
 def report_of(
@@ -238,14 +236,6 @@ def _read_parts(weights: WeightSet, stamp: DeltaStamp, staging: Staging) -> dict
     return parts_of(stamp, read, weights.where)
 
 
-class Overlay(NamedTuple):
-    """Result of laying parts over an arena's weights."""
-
-    parts: tuple[ByteRanges, ...]  # the new bytes, with their places in the arena
-    digests: dict[str, Blocks]  # of the changed weights
-    nonfinite: dict[str, Counts]  # of all weights that then have non-finite values
-
-
 def overlay(
     parts: Mapping[str, ByteRanges],
     arena: Arena,
@@ -253,9 +243,13 @@ def overlay(
     trees: HashTrees,
     workers: WorkerThreads,
     job: Job,
-) -> Overlay:
-    """Lay parts over an arena's weights, which is only read. Raises MemoryError, StageCancelled, and Unsupported for
-    weights of which a rank has a part: it could not tell the digest of the whole."""
+) -> tuple[tuple[ByteRanges, ...], dict[str, Blocks], dict[str, Counts]]:
+    """Lay parts over an arena's weights, which is only read. Return the new bytes, with their places in the arena, the
+    digests of the changed weights, and the counts of all weights that then have non-finite values.
+
+    Raises MemoryError, StageCancelled, and Unsupported for weights of which a rank has a part: it could not tell the
+    digest of the whole.
+    """
     if shared := [name for name in parts if name in arena.layout.shares]:
         raise Unsupported(
             f"a delta changes {listed(shared)}, of which each rank has a part; swap a full set of weights"
@@ -282,7 +276,7 @@ def overlay(
     for change in changes:
         name = change.weight.name
         nonfinite[name] = reduce(Counts.plus, change.differences, nonfinite.get(name, Counts(0, 0)))
-    return Overlay(
+    return (
         tuple(change.placed() for change in changes),
         {change.weight.name: tuple(change.digests) for change in changes},
         {name: counts for name, counts in nonfinite.items() if any(counts)},

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from itertools import groupby
-from typing import NamedTuple
 
 from weightswap_runtime.format.cuts import Share
 from weightswap_runtime.format.identity import Counts, count_nonfinite
@@ -24,15 +23,6 @@ from weightswap_runtime.threads import WorkerThreads
 from .reading import Findings
 
 _AT_ONCE = 4  # blocks that a thread reads before it hashes them: they are still in its cache
-
-
-class _Piece(NamedTuple):
-    """Blocks of a tensor that follow each other: bytes `begin` to `end` of the whole."""
-
-    key: str
-    weight: str
-    begin: int
-    end: int
 
 
 def bytes_to_read(weights: WeightSet, key: str, share: Share) -> int:
@@ -49,33 +39,32 @@ def read_shares(
     names: weight -> name in the file. Raises what `read_tensors` raises; the arena's content is then undefined.
     """
     shares = arena.layout.shares
-    pieces = [
-        _Piece(key, name, begin, end)
-        for name, key in names.items()
-        for begin, end in _ranges(weights, key, shares[name])
+    pieces = [  # blocks of a tensor that follow each other: bytes `begin` to `end` of the whole
+        (key, name, begin, end) for name, key in names.items() for begin, end in _ranges(weights, key, shares[name])
     ]
     digests = {key: _known(weights, key) for key in names.values()}
     counts: dict[str, list[Counts]] = {key: [] for key in names.values()}
     beside = _Beside()
 
-    def read(piece: _Piece) -> None:
-        stored, share = weights.tensors[piece.key], shares[piece.weight]
-        first, last = share.before(piece.begin), share.before(piece.end)
-        slot = ByteRange(arena.layout.slots[piece.weight].offset + first, last - first)
+    def read(piece: tuple[str, str, int, int]) -> None:
+        key, name, begin, end = piece
+        stored, share = weights.tensors[key], shares[name]
+        first, last = share.before(begin), share.before(end)
+        slot = ByteRange(arena.layout.slots[name].offset + first, last - first)
         is_slow = stored.source.unit is not None or job.rate_limit is not None
         with arena.buffers([slot], is_slow) as (part,):
-            if len(part) == piece.end - piece.begin:
-                _fill(part, stored, piece.begin, job)
+            if len(part) == end - begin:
+                _fill(part, stored, begin, job)
                 blocks = block_digests(part)
             else:
-                data = beside.memory()[: piece.end - piece.begin]
-                _fill(data, stored, piece.begin, job)
+                data = beside.memory()[: end - begin]
+                _fill(data, stored, begin, job)
                 blocks = block_digests(data)
-                share.gather(piece.begin, data, part)
+                share.gather(begin, data, part)
             if found := count_nonfinite(stored.dtype, part):
-                counts[piece.key].append(found)
-        start = piece.begin // BLOCK
-        digests[piece.key][start : start + len(blocks)] = blocks
+                counts[key].append(found)
+        start = begin // BLOCK
+        digests[key][start : start + len(blocks)] = blocks
 
     workers.run_all(read, pieces)
     return Findings(

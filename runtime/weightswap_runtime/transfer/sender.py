@@ -204,7 +204,9 @@ class Sender(AbstractContextManager["Sender"]):
         latest = self._take_latest() if is_by_rows else None
         memory = latest or self._take()
         try:
-            delta = memory.fill(request, self._staging_of(request))
+            trees, workers = self._trees, self._workers
+            staging = Staging(request, self._layout.manifest, None, self._open_transforms, trees, workers, Job())
+            delta = memory.fill(request, staging)
             assert memory.identity is not None
             if is_by_rows and delta is None:
                 self._log_full(
@@ -225,10 +227,6 @@ class Sender(AbstractContextManager["Sender"]):
             self._give_back(before._memory)
             before._end(None, NotPromoted("later weights were sent before these had left", reason="superseded"))
         return sending
-
-    def _staging_of(self, request: SwapRequest) -> Staging:
-        manifest = self._layout.manifest
-        return Staging(request, manifest, None, self._open_transforms, self._trees, self._workers, Job())
 
     def _open_transforms(self) -> Transforms:
         if self._transforms is None:

@@ -19,7 +19,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 from prometheus_client import generate_latest
@@ -45,6 +45,7 @@ from weightswap_server.signed_weights import requires
 from .trials import OwnerTrials, WorkerTrials
 
 Role = Literal["owner", "worker"]
+_Key = tuple[str, str, tuple[tuple[str, str], ...]]  # of a sample: its family, its name, its labels
 MOST_SAMPLES = 10_000  # of processes that have ended; the oldest are dropped
 # metrics that count for workers; a worker's others are those of the weights, which its owner has, too
 _BY_WORKERS = ("weightswap_server_", "weightswap_calls", "weightswap_call_seconds", "weightswap_leases")
@@ -264,7 +265,7 @@ class Totals:
         if process not in self._living:
             return
         for key, value in self._read(*self._living.pop(process)):
-            if self._families[key.family].type not in _MOMENTARY:
+            if self._families[key[0]].type not in _MOMENTARY:
                 self._ended[key] = self._ended.pop(key, 0.0) + value
         for key in list(self._ended)[: max(0, len(self._ended) - MOST_SAMPLES)]:
             del self._ended[key]
@@ -279,9 +280,9 @@ class Totals:
         for role, text in self._living.values():
             for key, value in self._read(role, text):
                 sums[key] = sums.get(key, 0.0) + value
-        totals = {name: Metric(name, family.documentation, family.type) for name, family in self._families.items()}
-        for key, value in sums.items():
-            totals[key.family].add_sample(key.name, dict(key.labels), value)
+        totals = {name: Metric(name, known.documentation, known.type) for name, known in self._families.items()}
+        for (family, name, labels), value in sums.items():
+            totals[family].add_sample(name, dict(labels), value)
         return iter(totals.values())
 
     def _read(self, role: Role, text: str) -> Iterator[tuple[_Key, float]]:
@@ -290,15 +291,7 @@ class Totals:
             if family.name.startswith(_BY_WORKERS) == (role == "worker") and not family.name.endswith("_created"):
                 self._families[family.name] = Metric(family.name, family.documentation, family.type)
                 for sample in family.samples:
-                    yield _Key(family.name, sample.name, tuple(sample.labels.items())), sample.value
-
-
-class _Key(NamedTuple):
-    """The key of a sample: its family, its name, its labels."""
-
-    family: str
-    name: str
-    labels: tuple[tuple[str, str], ...]
+                    yield (family.name, sample.name, tuple(sample.labels.items())), sample.value
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
@@ -280,24 +280,17 @@ def _spans(swaps: Sequence[SwapTimes]) -> Iterator[Span]:
             now += seconds
 
 
-class _Quantity(NamedTuple):
-    """A quantity to plot."""
-
-    caption: str
-    label: str  # of its axis
-    unit: str
-    figures: dict[str, Callable[[CallTimes], float | None]]  # for each line style, what gives the value
-
-
-_QUANTITIES = (
-    _Quantity(
+# to plot: a caption, the label of the axis, its unit, and for each line style what gives the value
+_Quantity = tuple[str, str, str, dict[str, Callable[[CallTimes], float | None]]]
+_QUANTITIES: tuple[_Quantity, ...] = (
+    (
         "Latency: median and 99th percentile",
         "time of a call",
         "ms",
         {"p50": lambda calls: calls.p50 * 1e3, "p99": lambda calls: calls.p99 * 1e3},
     ),
-    _Quantity("Throughput in calls", "calls per second", "", {"": lambda calls: calls.calls_per_second}),
-    _Quantity("Throughput in samples", "samples per second", "", {"": lambda calls: calls.samples_per_second}),
+    ("Throughput in calls", "calls per second", "", {"": lambda calls: calls.calls_per_second}),
+    ("Throughput in samples", "samples per second", "", {"": lambda calls: calls.samples_per_second}),
 )
 
 
@@ -317,14 +310,15 @@ def fitting_scale(values: Sequence[float]) -> Scale:
 
 def _plot(quantity: _Quantity, results: Sequence[EngineBench], dimension: str, across: Axis) -> LinePlot:
     """Return a plot with a line for each engine, residency and figure of the quantity."""
+    caption, label, unit, figures = quantity
     lines = tuple(
         Line(_name(result), _points(result.calls, dimension, figure), style)
         for result in results
         if result.calls
-        for style, figure in quantity.figures.items()
+        for style, figure in figures.items()
     )
     heights = [height for line in lines for _, height in line.points]
-    return LinePlot(lines, across, Axis(quantity.label, quantity.unit, fitting_scale(heights)), quantity.caption)
+    return LinePlot(lines, across, Axis(label, unit, fitting_scale(heights)), caption)
 
 
 def _points(

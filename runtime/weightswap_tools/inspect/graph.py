@@ -44,6 +44,7 @@ _COMPUTED = "?"  # a size without a name in the signature
 _HOOK = "_empty_nn_module_stack"  # torch's stand-in for the stack of calls that its passes insert
 _MOST_NAMED = 3  # the most modules to name as sources or users of a value
 _MOST_FLOWS = 24  # of a module, each way
+_Flow = tuple[str, list[str]]  # a value: its type, and the modules and inputs that it comes from or goes to
 _SIZE_ARITHMETIC = ("_operator.", "aten.sym_", "math.", "torch.sym_")  # prefixes of operators on sizes
 
 
@@ -67,13 +68,6 @@ class ModuleOutline:
     calls: Counter[str] = field(default_factory=Counter)  # its own by operator, without those of its submodules
     takes: dict[str, _Flow] = field(default_factory=dict)  # its inputs by the value's name
     gives: dict[str, _Flow] = field(default_factory=dict)  # its outputs
-
-
-class _Flow(NamedTuple):
-    """A value that enters or leaves a module."""
-
-    type: str
-    others: list[str]  # the modules and inputs that it comes from or goes to
 
 
 def read_outline(subject: ArtifactSubject, method: str) -> Outline | str:
@@ -240,9 +234,9 @@ class _OutlineReader:
         return [self.modules[inner] for inner in _paths_left(path, other) if inner in self.modules]
 
     def _add_flow(self, flows: dict[str, _Flow], name: str, other: str) -> None:
-        flow = flows.setdefault(name, _Flow(self._type_of(name), []))
-        if other not in flow.others:
-            flow.others.append(other)
+        _, others = flows.setdefault(name, (self._type_of(name), []))
+        if other not in others:
+            others.append(other)
 
     def _type_of(self, name: str) -> str:
         meta = self.tensors.get(name)
@@ -342,5 +336,5 @@ class _Nodes:
 
 
 def _flows(flows: Mapping[str, _Flow], way: str) -> tuple[str, ...]:
-    texts = [f"{flow.type}  {way} {listed(flow.others, _MOST_NAMED)}" for flow in flows.values()]
+    texts = [f"{kind}  {way} {listed(others, _MOST_NAMED)}" for kind, others in flows.values()]
     return tuple(lines_of(texts, _MOST_FLOWS))

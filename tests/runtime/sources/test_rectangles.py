@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightswap_runtime.sources.memory import MemorySource
-from weightswap_runtime.sources.rectangles import Box, Rectangle, Rectangles, Wrong, first_wrong
+from weightswap_runtime.sources.rectangles import Box, Rectangle, Rectangles, first_wrong
 
 Shape = tuple[int, ...]
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -80,4 +80,4 @@ def test_the_first_wrong_element_is_found(data: st.DataObject) -> None:
     for offsets, sizes in boxes:
         counts[tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))] += 1
     wrong = [index for index in product(*map(range, shape)) if counts[index] != 1]
-    assert first_wrong(shape, boxes) == (Wrong(wrong[0], not counts[wrong[0]]) if wrong else None)
+    assert first_wrong(shape, boxes) == ((wrong[0], not counts[wrong[0]]) if wrong else None)
