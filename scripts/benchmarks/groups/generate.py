@@ -151,13 +151,11 @@ class _Method(nn.Module):
 def _export(folder: Path, rounds: int) -> Row:
     """Measure the export of both methods, by weightswap and by `torch.export` alone."""
     eager = SMALL.model()
-    bare = decoder(eager, LENGTH, 1)
+    bare, methods, _ = decoder(eager, LENGTH, 1)
 
     def theirs() -> None:
-        for name, spec in bare.methods.items():
-            torch.export.export(
-                _Method(bare.model, name), tuple(spec.args), dynamic_shapes=spec.dynamic_shapes, strict=False
-            )
+        for name, spec in methods.items():
+            torch.export.export(_Method(bare, name), tuple(spec.args), dynamic_shapes=spec.dynamic_shapes, strict=False)
 
     numbers = iter(range(1000))
     measures = {
