@@ -22,7 +22,8 @@ from tests.support.services import weights_id_of
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
 from tests.support.watched import eventually
 from weightswap_runtime import DesiredStore, Model, load, write_delta
-from weightswap_runtime.following import desired_store as storage
+from weightswap_runtime.following import document_storage
+from weightswap_runtime.following.desired_store import unchanging
 from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.transfer.admin_client import AdminClient
 from weightswap_server import Server
@@ -216,7 +217,7 @@ def torn(server: Server, tmp_path: Path) -> Iterator[str]:
 
 @contextmanager
 def held(server: Server, tmp_path: Path) -> Iterator[str]:
-    with other_of(server).follow(tmp_path, 30.0), storage.unchanging(DesiredStore(tmp_path)):
+    with other_of(server).follow(tmp_path, 30.0), unchanging(DesiredStore(tmp_path)):
         yield "has held"
 
 
@@ -248,7 +249,7 @@ def test_nothing_goes_where_it_cannot_be_decided(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(storage, "PATIENCE", 0.05)
+    monkeypatch.setattr(document_storage, "PATIENCE", 0.05)
     swap(keeping, "v2")
     swap(keeping, "v3")
     with how(keeping, tmp_path) as why, caplog.at_level(logging.WARNING):

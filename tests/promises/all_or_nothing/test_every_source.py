@@ -16,8 +16,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tests.runtime.transfer.test_groups import group_of
 from tests.runtime.transfer.test_gathering import cut, send_on_all
+from tests.runtime.transfer.test_groups import group_of
 from tests.support.administered import TOKEN, administered
 from tests.support.arriving import arriving
 from tests.support.tiny import TinyArtifact, Values, WriteWeights, serves
