@@ -114,6 +114,8 @@ class Artifact:
             raise ArtifactError(
                 f"{path}: listed in the manifest but not readable ({error.strerror}). {_AGAIN}"
             ) from error
+        except MemoryError as error:
+            raise ArtifactError(f"{path}: no memory to read its {path.stat().st_size} bytes into. {_AGAIN}") from error
 
     def row_major(self) -> Artifact:
         """Return the same artifact for an engine that accepts weights in row-major order only, without strides."""

@@ -145,6 +145,16 @@ def test_missing_and_altered_files_are_refused(name: str, tiny: TinyArtifact) ->
         load(tiny.path)
 
 
+def test_a_file_that_memory_cannot_hold_is_named(tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_bytes(path: Path) -> bytes:
+        raise MemoryError
+
+    artifact = Artifact.open(tiny.path)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(ArtifactError, match=r"forward\.pt2: no memory to read its \d+ bytes into"):
+        artifact.read("graphs/forward.pt2")
+
+
 def test_a_link_out_of_the_folder_is_refused(tiny: TinyArtifact, tmp_path: Path) -> None:
     path = tiny.path / "constants.safetensors"
     path.rename(tmp_path / "elsewhere")
