@@ -317,6 +317,7 @@ class _Work:
         self._end_signal: SimpleQueue[None] = SimpleQueue()  # an interrupt could leave a threading.Event locked
         self._process = os.getpid()
         self._thread: int | None = None
+        self._to_begin = [True]  # for the thread, or for its starter, who after an interrupt cannot know if it runs
         if request.busy == "refuse":
             self._claim_at_once()
 
@@ -363,13 +364,26 @@ class _Work:
         try:
             thread.start()
         except BaseException as error:
+            if not self._begin():
+                self.drop()
+                self.join()  # the thread ends the claim when it does not write any more
+                raise
             self.ticket.end()
             if isinstance(error, RuntimeError):
                 text = f"cannot start a thread to stage in the background ({error})"
                 raise OutOfMemory(text) from error
             raise
 
+    def _begin(self) -> bool:
+        """Return True the first time."""
+        try:
+            return self._to_begin.pop()
+        except IndexError:
+            return False
+
     def _run_in_background(self) -> None:
+        if not self._begin():
+            return
         try:
             self.ticket.adopt()
             self._thread = threading.get_ident()

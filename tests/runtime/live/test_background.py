@@ -37,7 +37,9 @@ from weightswap_runtime import (
     write_delta,
 )
 from weightswap_runtime.jobs import Job
+from weightswap_runtime.live import staged
 from weightswap_runtime.model.served import Pinned
+from weightswap_runtime.threads import Background
 
 
 @pytest.fixture
@@ -94,6 +96,35 @@ def test_dropping_the_last_reference_cancels(model: Model, weight_file: WriteWei
     gc.collect()
     model.swap(weight_file(2), busy="wait")
     assert serves(model, 2)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_interrupt_while_its_thread_starts_cancels_the_staging(
+    begins: bool, model: Model, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The starter cannot know whether the thread runs. If it does, nobody else may stage until it has ended."""
+    started: list[threading.Thread] = []
+
+    class Interrupted(Background):
+        def start(self) -> None:
+            started.append(self)
+            if begins:
+                super().start()
+                eventually(lambda: events[-1:] == ["staging"])
+            raise KeyboardInterrupt
+
+    events: list[str] = []
+    model.listen(lambda event: events.append(event.kind))
+    monkeypatch.setattr(staged, "Background", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.stage(weight_file(2), background=True, rate_limit=SLOW)
+    assert not any(thread.is_alive() for thread in started)
+    model.swap(weight_file(1))
+    if not begins:
+        threading.Thread.start(started[0])  # late: it does nothing
+        started[0].join(20)
+    assert events == [*(["staging", "cancelled"] if begins else []), "staging", "staged", "committed"]
+    assert serves(model, 1)
 
 
 def test_a_thread_that_has_not_quite_ended_keeps_nobody_from_staging(
