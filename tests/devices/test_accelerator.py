@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.export import Dim
 
 from tests.support.accelerators import ACCELERATOR, on_accelerator, on_every_device, use_own_stream
 from tests.support.setups import different, equal
+from tests.support.storm import Ledger, Seen, content, storm
 from tests.support.tiny import TinyArtifact, WriteWeights, X
 from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import Artifact, DeviceError, InputMismatch, Model, OutOfMemory, Unsupported, load, write_delta
@@ -141,22 +143,19 @@ def test_addresses_stay_over_a_thousand_swaps(device: str, tiny: TinyArtifact, w
 @on_accelerator
 def test_state_is_in_order_across_streams(device: str, residency: str, files: Files) -> None:
     model = load(files.artifact, files.files[0], device=device, residency=residency)  # type: ignore[arg-type]
-    x, found, lock = files.x.to(device), list[torch.Tensor](), threading.Lock()
+    x, found, lock = files.x.to(device), list[torch.Tensor](), Lock()
     context = model.new_context()
     torch.accelerator.synchronize()
 
-    def count() -> None:
+    def count(_: int) -> None:
         use_own_stream(device)
         for _ in range(20):
             with lock:
                 found.append(model.count(x, context=context))
         torch.accelerator.current_stream().synchronize()
 
-    threads = [threading.Thread(target=count) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(count, range(3)))
     assert sorted(int(value) for value in found) == [10 * number + 2 for number in range(1, 61)]
     model.swap(files.files[1])
     assert int(model.count(x)) == 12
@@ -253,26 +252,18 @@ def test_captured_calls_from_several_streams(
 ) -> None:
     replaying(monkeypatch)
     model = load(files.artifact, files.files[0], device=device, residency=residency, cuda_graphs="auto")  # type: ignore[arg-type]
-    expected = [files.eager(seed, device) for seed in range(3)]
-    x, stop = files.x.to(device), threading.Event()
-    seen: list[list[torch.Tensor]] = [[] for _ in range(4)]
+    answers = {content(files.eager(seed, device)): seed for seed in range(3)}
+    x, ledger = files.x.to(device), Ledger(model, 0)
     torch.accelerator.synchronize()
 
-    def call(outputs: list[torch.Tensor]) -> None:
-        use_own_stream(device)
-        while not stop.is_set():
-            outputs.append(model(x).cpu())
+    def call(_: int) -> Seen:
+        return ledger.watch(lambda: model(x), answers)
 
-    threads = [threading.Thread(target=call, args=(outputs,)) for outputs in seen]
-    for thread in threads:
-        thread.start()
-    for number in range(40):
-        model.swap(files.files[number % 3])
-    stop.set()
-    for thread in threads:
-        thread.join(60)
-    assert all(any(torch.equal(output, each) for each in expected) for outputs in seen for output in outputs)
-    assert all(len(outputs) > 3 for outputs in seen)
+    with storm(call, 4, lambda _: use_own_stream(device)) as seen:
+        for number in range(40):
+            ledger.committed(model.swap(files.files[number % 3]), number % 3)
+    ledger.check(seen)
+    assert all(len(each) > 3 for each in seen)
 
 
 on_cuda = pytest.mark.skipif(ACCELERATOR != "cuda", reason="asks CUDA itself")
@@ -540,7 +531,7 @@ def test_an_application_s_capture_contains_no_part_of_a_staging(device: str, fil
     model, x = load(files.artifact, files.files[0], device=device, residency="single"), files.x.to(device)
     graphs = []
     for number in range(1, 41):  # torch has 32 streams, and hands them out in turn
-        staging = threading.Thread(target=model.swap, args=(files.files[number % 3],))
+        staging = Thread(target=model.swap, args=(files.files[number % 3],))
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1], stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
             kept = x + number

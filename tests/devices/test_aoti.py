@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.export import Dim
 from tests.support.accelerators import ACCELERATOR, moved, on_accelerator, use_own_stream
 from tests.support.aoti import near
 from tests.support.compiled import SIZES, WIDTH, Mixtures, needs_compiler, sample
+from tests.support.storm import Ledger, Seen, content, storm
 from weightswap_exporter import compile_engines, export, pack
 from weightswap_runtime import Artifact, Unsupported, load
 from weightswap_runtime.engines.aoti import target_of
@@ -94,30 +96,17 @@ def test_every_swap_shows_in_the_next_call(device: str, options: dict[str, Any],
 @pytest.mark.parametrize("residency", ["double", "single"])
 def test_threads_in_streams_of_their_own_never_mix_sets(device: str, residency: Any, sums: Sums) -> None:
     model = load(sums.artifact, sums.files[0], engine="aoti", device=device, residency=residency)
-    expected = [sums.x + weight for weight in sums.weights]
-    done, failures, calls = threading.Event(), list[object](), list[int]()
+    answers = {content(sums.x + weight): number for number, weight in enumerate(sums.weights)}
+    x, ledger = sums.x.to(device), Ledger(model, 0)
+    torch.accelerator.synchronize()
 
-    def call() -> None:
-        use_own_stream(device)
-        x = sums.x.to(device)
-        while not done.is_set():
-            found = model(x).cpu()
-            calls.append(1)
-            if not any(torch.equal(found, each) for each in expected):
-                failures.append(found)
+    def call(_: int) -> Seen:
+        return ledger.watch(lambda: model(x), answers)
 
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
+    with storm(call, 4, lambda _: use_own_stream(device)) as seen:
         for number in range(100):
-            model.swap(sums.files[number % 2])
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-    assert failures == []
-    assert calls
+            ledger.committed(model.swap(sums.files[number % 2]), number % 2)
+    ledger.check(seen)
 
 
 @on_accelerator
@@ -128,18 +117,14 @@ def test_a_thread_without_a_cuda_context_may_call(device: str, sums: Sums) -> No
     x = sums.x.to(device)
     model(x)
     torch.accelerator.synchronize()
-    found: list[torch.Tensor] = []
     gate = threading.Barrier(4)
 
-    def call() -> None:
+    def call(_: int) -> torch.Tensor:
         gate.wait()  # all begin together, so that some load kernels
-        found.append(model(x))
+        return model(x)  # type: ignore[no-any-return]
 
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(call, range(4)))
     assert [torch.equal(each.cpu(), sums.x + sums.weights[0]) for each in found] == [True] * 4
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import shutil
-import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ import torch
 from tests.devices.test_slow_streams import captured_or_not, in_every_way
 from tests.support.accelerators import ACCELERATOR, on_accelerator, use_own_stream
 from tests.support.slow_streams import EMULATED, NumberFiles, keep_busy, number
-from weightswap_runtime import Model, load
+from tests.support.storm import Ledger, Seen, storm
+from weightswap_runtime import load
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning"),
@@ -34,71 +35,32 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NumberFiles]:
     shutil.rmtree(folder)
 
 
-class Observation(NamedTuple):
-    """The number in an output, and the generations before and after the call."""
-
-    number: int
-    first: int
-    last: int
-
-
-class Caller(threading.Thread):
-    """Calls without a pause, behind work of random length, and checks outputs some calls later."""
-
-    def __init__(self, model: Model, index: int, stop: threading.Event) -> None:
-        super().__init__()
-        self._model, self._ended, self._index = model, stop, index
-        self._choose = random.Random(index)
-        self.observations: list[Observation] = []
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        if self._index:  # one is in the default stream
-            use_own_stream(self._model.device)
-        try:
-            x = torch.zeros((), device=self._model.device)
-            while not self._ended.is_set():
-                self._look([self._call(x) for _ in range(AHEAD)])
-        except BaseException as error:
-            self.error = error
-
-    def _call(self, x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-        keep_busy(self._choose.random() * LATEST)
-        first = self._model.generation
-        output = self._model(x)
-        return output, first or 0, self._model.generation or 0
-
-    def _look(self, outputs: list[tuple[torch.Tensor, int, int]]) -> None:
-        self.observations += [Observation(number(output.cpu()), first, last) for output, first, last in outputs]
-
-
 @on_accelerator
 @in_every_way
 @captured_or_not
 def test_no_output_is_of_two_sets_of_weights(
     device: str, options: dict[str, Any], graphs: Any, files: NumberFiles
 ) -> None:
+    """Threads call without a pause, behind work of random length, and look at the outputs some calls later."""
     model = load(files.artifact, files.files[0], device=device, cuda_graphs=graphs, **options)
-    stop, ledger = threading.Event(), {0: 0}
-    callers = [Caller(model, index, stop) for index in range(CALLERS)]
-    for caller in callers:
-        caller.start()
-    try:
+    x, ledger = torch.zeros((), device=model.device), Ledger(model, 0)
+    dice = [random.Random(caller) for caller in range(CALLERS)]
+
+    def call(caller: int) -> Seen:
+        keep_busy(dice[caller].random() * LATEST)
+        first = model.generation
+        return Seen(model(x), first, model.generation)
+
+    def calls(caller: int) -> list[Seen]:
+        outputs = [call(caller) for _ in range(AHEAD)]
+        return [each._replace(served=number(each.served.cpu())) for each in outputs]
+
+    torch.accelerator.synchronize()
+    # the first caller is in the default stream
+    with storm(calls, CALLERS, lambda caller: use_own_stream(model.device) if caller else None) as found:
         for count in range(1, SWAPS + 1):
-            ledger[model.swap(files.files[count % FILES]).generation] = count % FILES
-    finally:
-        stop.set()
-        for caller in callers:
-            caller.join(120)
-    assert [caller.error for caller in callers] == [None] * CALLERS
-    for caller in callers:
-        assert len(caller.observations) > AHEAD
-        wrong = [
-            observation for observation in caller.observations if observation.number not in served(ledger, observation)
-        ]
-        assert wrong == []
-    assert {observation.number for caller in callers for observation in caller.observations} == set(range(FILES))
-
-
-def served(ledger: dict[int, int], observation: Observation) -> set[int]:
-    return {ledger[generation] for generation in range(observation.first, observation.last + 1)}
+            ledger.committed(model.swap(files.files[count % FILES]), count % FILES)
+    seen = [[*chain(*each)] for each in found]
+    ledger.check(seen)
+    assert all(len(each) > AHEAD for each in seen)
+    assert {each.served for each in chain(*seen)} == set(range(FILES))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.support.accelerators import ACCELERATOR, moved, on_accelerator, use_o
 from tests.support.models import Counter, Everything, Nested
 from tests.support.packages import needs
 from tests.support.setups import different
+from tests.support.storm import storm
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_runtime import Artifact, InputMismatch, Model, Unsupported, load
 from weightswap_runtime.engines import choosing
@@ -227,23 +228,14 @@ def test_threads_see_one_set_of_weights_in_each_call(device: str, residency: str
 
     found = served(Many(0), (torch.eye(64),), tmp_path, device, residency=residency)
     files = [pack(Many(seed), found.artifact, out=tmp_path / f"{seed}.safetensors").path for seed in range(1, 4)]
-    seen, done = list[torch.Tensor](), threading.Event()
 
-    def call() -> None:
-        use_own_stream(device)
-        x = torch.full((64, 64), 1 / 64).to(device)
-        while not done.is_set():
-            seen.append(found(x).cpu())
+    def call(_: int) -> frozenset[float]:
+        return frozenset(found(torch.full((64, 64), 1 / 64, device=device)).flatten().tolist())
 
-    threads = [threading.Thread(target=call) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for number in range(30):
-        found.swap(files[number % 3])
-    done.set()
-    for thread in threads:
-        thread.join(60)
-    assert {len(set(value.flatten().tolist())) for value in seen} == {1}
+    with storm(call, 3, lambda _: use_own_stream(device)) as seen:
+        for number in range(30):
+            found.swap(files[number % 3])
+    assert {len(values) for values in chain(*seen)} == {1}
 
 
 def test_an_error_leaves_the_model_able_to_serve(device: str, tmp_path: Path) -> None:

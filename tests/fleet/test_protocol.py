@@ -11,10 +11,10 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.support.machines import run_in_any_order
 from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided
 from weightswap_fleet.documents import FleetReceipt
 from weightswap_runtime import DesiredError, NothingToRollBack, NotPromoted, RevisionConflict
@@ -238,7 +238,7 @@ class Protocol(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("examples", [20, pytest.param(400, marks=pytest.mark.slow)])
 def test_any_order(examples: int) -> None:
-    run_state_machine_as_test(Protocol, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None))
+    run_in_any_order(Protocol, examples, 25)
 
 
 @pytest.fixture

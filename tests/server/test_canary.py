@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from tests.support.administered import Operator, operated
 from tests.support.commands import run
-from tests.support.served import INFER, X, as_json, ask, await_queued, before_calls, clients, expected, occupied
+from tests.support.served import INFER, X, as_json, ask, await_queued, before_calls, expected, occupied
+from tests.support.storm import storm
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.support.watched import eventually
 from weightswap_runtime import DesiredStore, InputMismatch, Model, StageClosed, Staged, Unsupported, load
@@ -73,7 +74,7 @@ def test_each_answer_is_from_the_weights_that_it_names(operator: Operator, delta
         np.testing.assert_allclose(data, expected(seeds[weights_id], x), rtol=1e-5, atol=1e-4)
         return weights_id
 
-    with clients(client) as counts:
+    with storm(client, 4) as seen:
         for source, seed, end in ((delta(1, 2), 2, "commit"), (operator.file(3), 3, "discard")):
             staged = operator.change("stage", source).json["status"]["staged"]
             seeds[staged["weights_id"]] = seed
@@ -81,7 +82,7 @@ def test_each_answer_is_from_the_weights_that_it_names(operator: Operator, delta
                 assert operator.change("canary", **plan).status == 200
                 assert eventually(lambda: values(operator)["requests"] >= 25)
             assert operator.change(end).status == 200
-    assert set(counts) == set(seeds)
+    assert {*chain(*seen)} == set(seeds)
     assert operator.serves(2)
 
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from tests.support import warm
 from tests.support.administered import BEARER, administered, call, change, status
 from tests.support.exported import exported
 from tests.support.keys import write_keys
-from tests.support.served import Reply, as_json, ask, await_queued, clients, occupied, serving
+from tests.support.served import Reply, as_json, ask, await_queued, occupied, serving
+from tests.support.storm import storm
 from tests.support.watched import eventually
 from weightswap_exporter import export, export_decoder, pack
 from weightswap_runtime import Model, SwapError, UnknownName, Unsupported, load
@@ -194,7 +195,7 @@ def test_each_answer_is_from_the_weights_that_it_names(folder: Path) -> None:
             np.testing.assert_array_equal(outputs(found), expected(*key, x))
             return key
 
-        with clients(client) as seen:
+        with storm(client, 4) as seen:
             for turn in range(24):
                 variant, base = (str(folder / f"{name}.safetensors") for name in ("abc"[turn % 3], turn % 2))
                 added = change(server, "add_variant", "tuned", group="low", name="x", source=variant)
@@ -202,7 +203,7 @@ def test_each_answer_is_from_the_weights_that_it_names(folder: Path) -> None:
                 assert change(server, "swap", "tuned", source=base).status == 200
                 if turn % 5 == 4:
                     assert change(server, "remove_variant", "tuned", group="low", name="x").status == 200
-    assert seen.keys() >= {(base, name) for base in (0, 1) for name in ("", *"abc")}
+    assert {*chain(*seen)} >= {(base, name) for base in (0, 1) for name in ("", *"abc")}
 
 
 def test_a_canary_answers_with_the_same_choice(folder: Path, model: Model) -> None:

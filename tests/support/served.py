@@ -6,9 +6,7 @@ import http.client
 import json
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from threading import Event
@@ -88,31 +86,6 @@ def before_calls(monkeypatch: pytest.MonkeyPatch, do: Callable[[ServedMethod, An
         return called(self, session, flat, *variants)
 
     monkeypatch.setattr(ServedMethod, "call", call)
-
-
-@contextmanager
-def clients(ask_once: Callable[[int], Hashable], count: int = 4) -> Iterator[Counter[Any]]:
-    """Let threads ask again and again while the block runs.
-
-    ask_once: called with the number of the thread. Yields a counter of what it returns but None, filled at the end.
-    """
-    ended, seen = Event(), Counter[Any]()
-
-    def run(number: int) -> Counter[Any]:
-        found = Counter[Any]()
-        while not ended.is_set():
-            found[ask_once(number)] += 1
-        return found
-
-    with ThreadPoolExecutor(count) as pool:
-        running = [pool.submit(run, number) for number in range(count)]
-        try:
-            yield seen
-        finally:
-            ended.set()
-        for each in running:
-            seen.update(each.result(20))
-    del seen[None]
 
 
 class Reply(NamedTuple):

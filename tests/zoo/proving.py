@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from tests.support.accelerators import moved, use_own_stream
 from tests.support.setups import equal
+from tests.support.storm import storm
 from tests.zoo.entries import Entry
 from weightswap_runtime import Artifact, Model, load
 
@@ -114,20 +114,12 @@ def prove(
 
 def _prove_in_threads(entry: Entry, model: Model, files: list[Path], cold: list[list[Any]]) -> None:
     given = list(enumerate(inputs(entry, model)))
-    stop = threading.Event()
-    seen: list[tuple[int, Any]] = []
 
-    def call() -> None:
-        use_own_stream(model.device)
-        while not stop.is_set():
-            seen.extend((index, moved(tensors(model(**each)), "cpu")) for index, each in given)
+    def call(_: int) -> list[tuple[int, Any]]:
+        return [(index, moved(tensors(model(**each)), "cpu")) for index, each in given]
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        calls = [pool.submit(call) for _ in range(THREADS)]
+    with storm(call, THREADS, lambda _: use_own_stream(model.device)) as seen:
         for number in range(SWAPS):
             model.swap(files[number % 2])
-        stop.set()
-    for each in calls:
-        each.result()
-    for index, found in seen:
+    for index, found in chain(*chain(*seen)):
         assert any(equal(found, expected[index]) for expected in cold), entry.sizes[index]

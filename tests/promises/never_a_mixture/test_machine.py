@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -17,9 +16,9 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
+from tests.support.machines import run_in_any_order
 from tests.support.varied import Origin, RichFiles, X, addresses, live, live_bytes, small_blocks
 from weightswap_runtime import (
     BaseMismatch,
@@ -432,12 +431,4 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
     ("examples", "steps"), [(8, 40), pytest.param(400, 80, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_any_order_of_steps(files: Files, examples: int, steps: int) -> None:
-    machine = type("Machine", (SwapMachine,), {"files": files})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_in_any_order(SwapMachine, examples, steps, files=files)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from itertools import count
+from contextlib import ExitStack
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.support.accelerators import moved, on_every_device
+from tests.support.storm import storm
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
     Artifact,
@@ -253,32 +251,19 @@ def test_no_answer_mixes_two_generations_of_rows(files: Files, residency: str, u
         path.unlink()
         path = new
     ids = torch.tensor(MARKERS)
-    with calling(model, ids) as seen:
+
+    def call(_: int) -> frozenset[float]:
+        """Return the generations that are found in one answer."""
+        answer = model(ids, ids)
+        time.sleep(0.0005)  # else the swaps would wait for the interpreter's lock most of the time
+        return frozenset(torch.cat([part.reshape(-1) for part in answer]).tolist())
+
+    with storm(call, 8) as answers:
         for number, delta in enumerate(deltas):
             model.swap(delta)
             if residency == "double" and number % 10 == 0:
                 model.rollback()
                 model.rollback()
+    seen = set(chain(*answers))
     assert {len(found) for found in seen} == {1}  # each answer is of one generation
     assert len(seen) > 3
-
-
-@contextmanager
-def calling(model: Model, ids: torch.Tensor) -> Iterator[set[frozenset[float]]]:
-    """Call in eight threads during the block; yield the sets of generations that were found in one answer each."""
-    seen: set[frozenset[float]] = set()
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            seen.add(frozenset(torch.cat([part.reshape(-1) for part in model(ids, ids)]).tolist()))
-            time.sleep(0.0005)  # else the swaps would wait for the interpreter's lock most of the time
-
-    with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(work) for _ in range(8)]
-        try:
-            yield seen
-        finally:
-            stop.set()
-        for call in calls:
-            call.result()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from tests.support.accelerators import ACCELERATOR, moved, on_accelerator, use_o
 from tests.support.compiled import needs_compiler
 from tests.support.rows import deltas_between
 from tests.support.slow_streams import keep_busy, slow_copies
+from tests.support.storm import Ledger, Seen, content, found_in, storm
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
     Artifact,
@@ -51,19 +52,6 @@ class Deep(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.back(self.front(x))
-
-
-def content(output: Any) -> bytes:
-    """Return the bytes of a tensor or an array."""
-    return np.asarray(moved(output, "cpu")).tobytes()
-
-
-class Seen(NamedTuple):
-    """Output, the version of the model that gave it, and the generations before and after the call."""
-
-    served: Served
-    first: int
-    last: int
 
 
 class Files:
@@ -95,8 +83,8 @@ def files_of(tmp_path_factory: pytest.TempPathFactory) -> FilesOf:
     return cache(lambda engine: Files(tmp_path_factory.mktemp("storm"), engine))
 
 
-class Storm:
-    """The model, its files, every possible answer, and the outputs that the threads have seen.
+class Mixed:
+    """The model, its files, every possible answer, and what each generation serves.
 
     `answers` has the expected outputs for each input, `tried` those of staged weights for the first input: weights that
     wait on the host are tried on the CPU. `before_call` is called before each call.
@@ -119,12 +107,9 @@ class Storm:
             self.answers = self._own_answers(opened())
             self.tried = self.answers[0]
         self.model: Model = opened(residency=residency, keep_previous="host")
-        self.now: Served = (0, 0)
-        self.ledger = {0: self.now}
+        self.ledger = Ledger(self.model, (0, 0))
         self.before_call: Callable[[random.Random], None] = lambda choose: None
-        self.stop = threading.Event()
-        self.failures: list[str] = []
-        self.seen: list[list[Seen]] = [[] for _ in range(THREADS)]
+        self._dice = [random.Random(thread) for thread in range(THREADS)]
 
     @staticmethod
     @torch.no_grad()
@@ -145,70 +130,33 @@ class Storm:
         assert all(len(found) == SETS**2 for found in answers)
         return answers
 
-    @contextmanager
-    def calls(self) -> Iterator[None]:
+    def calls(self) -> AbstractContextManager[list[list[list[Seen]]]]:
         """Let threads call without pause during the block."""
-        threads = [threading.Thread(target=self._call, args=(index,)) for index in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self.stop.set()
-            for thread in threads:
-                thread.join(60)
-        assert not any(thread.is_alive() for thread in threads)
+        return storm(self._call, THREADS, lambda thread: use_own_stream(self.model.device) if thread % 2 else None)
 
-    def _call(self, thread: int) -> None:
-        choose = random.Random(thread)
-        if thread % 2:
-            use_own_stream(self.model.device)
-        try:
-            while not self.stop.is_set():
-                index = choose.randrange(len(self.inputs))
-                self.before_call(choose)
-                if choose.random() < 0.5:
-                    first = self.model.generation
-                    output = self.model(self.inputs[index])
-                    self._note(thread, output, index, first, self.model.generation)
-                else:
-                    with self.model.pin() as session:
-                        for _ in range(2):
-                            output = session(self.inputs[index])
-                            self._note(thread, output, index, session.generation, session.generation)
-        except BaseException as error:
-            self.failures.append(f"{type(error).__name__}: {error}")
-            raise
+    def _call(self, thread: int) -> list[Seen]:
+        choose = self._dice[thread]
+        index = choose.randrange(len(self.inputs))
+        x, answers = self.inputs[index], self.answers[index]
+        self.before_call(choose)
+        if choose.random() < 0.5:
+            return [self.ledger.watch(lambda: self.model(x), answers)]
+        with self.model.pin() as pinned:
+            return [Seen(found_in(answers, pinned(x)), pinned.generation, pinned.generation) for _ in range(2)]
 
-    def _note(self, thread: int, output: Any, index: int, first: int | None, last: int | None) -> None:
-        served = self.answers[index].get(content(output))
-        assert served is not None, "an output of no set"
-        assert first is not None
-        assert last is not None
-        self.seen[thread].append(Seen(served, first, last))
-
-    def committed(self, receipt: SwapReceipt, served: Served) -> None:
-        self.now = served
-        self.ledger[receipt.generation] = served
-
-    def check(self) -> None:
-        """Check that each output is of a generation served during the call, and that no thread goes back in time."""
-        assert self.failures == []
-        assert sorted(self.ledger) == list(range(len(self.ledger)))
-        for seen in self.seen:
-            reached = 0
-            for served, first, last in seen:
-                fitting = [gen for gen in range(max(first, reached), last + 1) if self.ledger[gen] == served]
-                assert fitting, f"{served} between generations {max(first, reached)} and {last}"
-                reached = fitting[0]
+    def check(self, seen: list[list[list[Seen]]]) -> list[set[int | None]]:
+        """Check all answers; return the generations in which each thread got one."""
+        flat = [[*chain(*thread)] for thread in seen]
+        self.ledger.check(flat)
+        return [{each.last for each in thread} for thread in flat]
 
 
 class Changes:
     """Changes of the weights."""
 
-    def __init__(self, storm: Storm, choose: random.Random) -> None:
-        self._storm, self._model, self._files, self._choose = storm, storm.model, storm.files, choose
-        self._previous = storm.now
+    def __init__(self, mixed: Mixed, choose: random.Random) -> None:
+        self._mixed, self._model, self._files, self._choose = mixed, mixed.model, mixed.files, choose
+        self._ledger, self._previous = mixed.ledger, mixed.ledger.now
         self.swap()  # for a rollback
 
     def any(self) -> None:
@@ -220,28 +168,28 @@ class Changes:
         return [*commits, self.cancel, self.discard, self.refused, self.missing]
 
     def _committed(self, receipt: SwapReceipt, served: Served) -> None:
-        self._previous = self._storm.now
-        self._storm.committed(receipt, served)
+        self._previous = self._ledger.now
+        self._ledger.committed(receipt, served)
 
     def swap(self) -> None:
         new = self._choose.randrange(SETS)
         self._committed(self._model.swap(self._files[new]), (new, new))
 
     def part(self) -> None:
-        new, front, back = self._choose.randrange(SETS), *self._storm.now
+        new, front, back = self._choose.randrange(SETS), *self._ledger.now
         if self._choose.random() < 0.5:
             self._committed(self._model.swap(self._files[new], only="front.*"), (new, back))
         else:
             self._committed(self._model.swap(self._files[new], only=["back.*"]), (front, new))
 
     def delta(self) -> None:
-        base, new = self._storm.now[0], self._choose.randrange(SETS - 1)
+        base, new = self._ledger.now[0], self._choose.randrange(SETS - 1)
         new += new >= base
-        if self._storm.now == (base, base):
-            self._committed(self._model.swap(self._storm.deltas[base, new]), (new, new))
+        if self._ledger.now == (base, base):
+            self._committed(self._model.swap(self._mixed.deltas[base, new]), (new, new))
         else:
             with pytest.raises(BaseMismatch):
-                self._model.swap(self._storm.deltas[base, new])
+                self._model.swap(self._mixed.deltas[base, new])
 
     def rollback(self) -> None:
         self._committed(self._model.rollback(), self._previous)
@@ -251,7 +199,7 @@ class Changes:
         self._committed(self._model.stage(self._files[new], background=True, rate_limit=1e8).commit(), (new, new))
 
     def memory(self) -> None:
-        new, module = self._choose.randrange(SETS), self._storm.given
+        new, module = self._choose.randrange(SETS), self._mixed.given
         given: Any = self._choose.choice(
             [module[new], module[new].state_dict(), iter(module[new].state_dict().items())]
         )
@@ -267,11 +215,11 @@ class Changes:
 
     def discard(self) -> None:
         with self._model.stage(self._files[self._choose.randrange(SETS)]) as staged:
-            assert content(staged(self._storm.inputs[0])) in self._storm.tried
+            assert content(staged(self._mixed.inputs[0])) in self._mixed.tried
 
     def refused(self) -> None:
         with pytest.raises(DigestMismatch):
-            self._model.swap(self._storm.damaged, only=self._choose.choice([None, "*"]))
+            self._model.swap(self._mixed.damaged, only=self._choose.choice([None, "*"]))
 
     def missing(self) -> None:
         with pytest.raises(WeightFileError):
@@ -283,17 +231,14 @@ class Changes:
 def test_eight_threads_call_while_weights_change_in_every_way(
     engine: str, steps: int, files_of: FilesOf, residency: str
 ) -> None:
-    storm = Storm(files_of(engine), residency, engine)
-    changes = Changes(storm, random.Random(99))
-    with storm.calls():
+    mixed = Mixed(files_of(engine), residency, engine)
+    changes = Changes(mixed, random.Random(99))
+    with mixed.calls() as seen:
         for change in changes.all:
             change()
         for _ in range(steps):
             changes.any()
-    storm.check()
-    generations = [{seen.last for seen in thread} for thread in storm.seen]
-    assert len(set().union(*generations)) > steps // 20  # calls and commits were mixed
-    assert all(generations)
+    assert len(set().union(*mixed.check(seen))) > steps // 20  # calls and commits were mixed
 
 
 @on_accelerator
@@ -302,33 +247,25 @@ def test_eight_threads_call_while_weights_change_in_every_way(
 def test_the_storm_on_an_accelerator(
     device: str, staging: str, late: float, files_of: FilesOf, residency: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storm = Storm(files_of("torch"), residency, device=device, staging=staging)
+    mixed = Mixed(files_of("torch"), residency, device=device, staging=staging)
     if late and ACCELERATOR == "cuda":  # otherwise they end too soon for a missing wait to show
         slow_copies(monkeypatch, late)
-        storm.before_call = lambda choose: keep_busy(choose.random() * late)
-    changes = Changes(storm, random.Random(5))
-    with storm.calls():
+        mixed.before_call = lambda choose: keep_busy(choose.random() * late)
+    changes = Changes(mixed, random.Random(5))
+    with mixed.calls() as seen:
         for change in changes.all:
             change()
         end = time.monotonic() + MOST_SECONDS
         for _ in range(100 if late else 500):
             if time.monotonic() < end:
                 changes.any()
-    storm.check()
-    assert all(storm.seen)
-    assert len(storm.ledger) > 10
+    mixed.check(seen)
+    assert len(mixed.ledger) > 10
 
 
 def test_swaps_from_several_threads_run_one_after_another(files_of: FilesOf, residency: str) -> None:
-    storm = Storm(files_of("torch"), residency)
-    receipts: list[int] = []
-
-    def swap() -> None:
-        receipts.extend(storm.model.swap(file).generation for file in storm.files)
-
-    threads = [threading.Thread(target=swap) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(receipts) == list(range(1, 3 * SETS + 1))
+    files = files_of("torch")
+    model = load(files.artifact, files.full[0], residency=residency)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(3) as pool:
+        receipts = list(pool.map(model.swap, files.full * 3))
+    assert sorted(receipt.generation for receipt in receipts) == list(range(1, 3 * SETS + 1))

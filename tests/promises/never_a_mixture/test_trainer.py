@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.storm import storm
 from weightswap_exporter import export
 from weightswap_runtime import Model, SourceChanged, load
 from weightswap_runtime.staging.reading import STANDSTILL
@@ -34,30 +34,19 @@ class Steps(nn.Module):
 
 
 class Trainer:
-    """A thread that takes steps, each a list of writes that move none of torch's counters, and how long they took."""
+    """Takes steps, each a list of writes that move none of torch's counters, and notes how long they took."""
 
     def __init__(self, writes: list[Callable[[], object]]) -> None:
-        self._writes = writes
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._train)
+        self._writes, self._pauses = writes, random.Random(0)
         self.longest = 0.0  # seconds of one write, or between two of one step
 
-    def _train(self) -> None:
-        pauses = random.Random(0)
-        while not self._stop.wait(pauses.choice((0.0, 0.03, 0.3))):
-            before = time.perf_counter()
-            for write in self._writes:
-                write()
-                now = time.perf_counter()
-                self.longest, before = max(self.longest, now - before), now
-
-    def __enter__(self) -> Trainer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+    def step(self, _: int) -> None:
+        before = time.perf_counter()
+        for write in self._writes:
+            write()
+            now = time.perf_counter()
+            self.longest, before = max(self.longest, now - before), now
+        time.sleep(self._pauses.choice((0.0, 0.03, 0.3)))
 
 
 def fused(model: Steps) -> list[Callable[[], object]]:
@@ -82,9 +71,9 @@ def test_no_staging_mixes_two_steps(
 ) -> None:
     trained = Steps()
     model = load(export(trained, (torch.zeros(2),), out=tmp_path / "a.artifact"), trained, residency=residency)
-    refused = mixed = committed = 0
+    trainer, refused, mixed, committed = Trainer(how(trained)), 0, 0, 0
     end = time.monotonic() + SECONDS
-    with Trainer(how(trained)) as trainer:
+    with storm(trainer.step, 1):
         while time.monotonic() < end:
             try:
                 model.stage(trained, background=True).commit()

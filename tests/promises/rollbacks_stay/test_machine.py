@@ -9,10 +9,10 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.machines import run_in_any_order
 from tests.support.refusals import because
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact
@@ -274,17 +274,12 @@ class Machine(RuleBasedStateMachine):
 both = pytest.mark.parametrize("follower", [Process, Node], ids=["a model", "a node of a fleet"])
 
 
-def run(tiny: TinyArtifact, follower: type[Process] | type[Node], examples: int, steps: int) -> None:
-    machine = type("Bound", (Machine,), {"tiny": tiny, "follower": follower})
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps))
-
-
 @both
 def test_the_desired_state_is_the_last_one_written(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
-    run(tiny, follower, 15 if follower is Process else 5, 25)
+    run_in_any_order(Machine, 15 if follower is Process else 5, 25, tiny=tiny, follower=follower)
 
 
 @both
 @pytest.mark.slow
 def test_what_is_desired_in_a_long_run(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
-    run(tiny, follower, 500 if follower is Process else 50, 50)
+    run_in_any_order(Machine, 500 if follower is Process else 50, 50, tiny=tiny, follower=follower)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import threading
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +19,7 @@ from tests.support import warm
 from tests.support.aoti import Residency, near, opened
 from tests.support.compiled import SIZES, WORDS, Mixtures, needs_compiler, sample
 from tests.support.setups import equal
+from tests.support.storm import Ledger, content, storm
 from tests.support.varied import RichFiles, X, addresses
 from weightswap_exporter import export, pack
 from weightswap_runtime import InputMismatch, load
@@ -149,31 +149,20 @@ def test_foreign_tensors_are_refused(mixtures: Mixtures) -> None:
 def test_calls_of_threads_never_mix_sets(mixtures: Mixtures, residency: Residency) -> None:
     served = opened(mixtures, mixtures.files[0], residency)
     ids, seen, times = sample(7)
-    expected = []
-    for file in mixtures.files[:2]:
+
+    def call() -> Any:
+        return served(ids, seen.clone(), times)
+
+    answers = {}
+    for number, file in enumerate(mixtures.files[:2]):
         served.swap(file)
-        expected.append(served(ids, seen.clone(), times))
-    assert not equal(*expected)
-    done = threading.Event()
-    failures: list[object] = []
-
-    def call() -> None:
-        while not done.is_set():
-            found = served(ids, seen.clone(), times)
-            if not any(equal(found, each) for each in expected):
-                failures.append(found)
-
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
+        answers[content(call())] = number
+    assert len(answers) == 2
+    ledger = Ledger(served, 1)
+    with storm(lambda _: ledger.watch(call, answers), 4) as found:
         for count in range(200):
-            served.swap(mixtures.files[count % 2])
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-    assert failures == []
+            ledger.committed(served.swap(mixtures.files[count % 2]), count % 2)
+    ledger.check(found)
 
 
 def test_a_forked_child_goes_on(mixtures: Mixtures, residency: Residency) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import shutil
-import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -305,11 +305,8 @@ def test_calls_with_contexts_run_side_by_side(tmp_path: Path) -> None:
         for _ in range(50):
             model(x, context=context)
 
-    threads = [threading.Thread(target=work, args=(context,)) for context in contexts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(len(contexts)) as pool:
+        list(pool.map(work, contexts))
     assert [int(model.peek(context=context)[0]) for context in contexts] == [50] * 4
 
 

@@ -16,10 +16,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.machines import run_in_any_order
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, X
 from weightswap_runtime import (
@@ -299,9 +299,13 @@ class Machine(RuleBasedStateMachine):
             return NothingToRollBack
         if fails == "record":
             return KeyError
-        if change.staged is not None and change.staged._work.weights is None:
-            return StageClosed  # they were discarded with the change that they were borrowed from
+        if change.staged is not None and not self._is_staged(change):
+            return StageClosed
         return WaitTimeout if fails == "commit" else None
+
+    def _is_staged(self, change: Change) -> bool:
+        """Borrowed weights are discarded with the change that they were borrowed from."""
+        return any(other.staged is change.staged and not other.is_borrowed for other in self.owner.open)
 
     def _committed(self, name: str, change: Change) -> None:
         """All that has these weights is over."""
@@ -371,7 +375,7 @@ class Machine(RuleBasedStateMachine):
     @rule(seed=sets)
     def somebody_else_stages(self, seed: int) -> None:
         self.owner.go.set()
-        busy = any(change.staged is not None for change in self.owner.open)
+        busy = any(change.staged is not None and self._is_staged(change) for change in self.owner.open)
         with pytest.raises(StagingBusy) if busy else nullcontext(), self.model.stage(self.paths[seed]):
             pass
 
@@ -434,4 +438,4 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_any_order(examples: int) -> None:
-    run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=40))
+    run_in_any_order(Machine, examples, 40)

@@ -219,11 +219,8 @@ def test_listeners_come_and_go_from_many_threads(tiny: TinyArtifact, weight_file
             model.listen(Told())()
         model.listen(told)
 
-    threads = [threading.Thread(target=churn, args=(told,)) for told in kept]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(kept)) as pool:
+        list(pool.map(churn, kept))
     model.swap(weight_file(1))
     assert [told.kinds for told in kept] == [["staging", "staged", "committed"]] * 4
 

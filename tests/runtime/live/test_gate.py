@@ -6,10 +6,10 @@ import threading
 import time
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.machines import run_in_any_order
 from weightswap_runtime import ModelFailed, NoWeights, WaitTimeout
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.jobs import Claim, ClaimReference
@@ -85,8 +85,8 @@ class GateMachine(RuleBasedStateMachine):
             assert len(_held_leases(place)) == sum(leased is place for leased, _ in self.leases)
 
 
-TestGateMachine = GateMachine.TestCase
-TestGateMachine.settings = settings(max_examples=60)
+def test_any_order_of_steps() -> None:
+    run_in_any_order(GateMachine, 60, 50)
 
 
 def opened() -> tuple[Gate[Place], Place]:

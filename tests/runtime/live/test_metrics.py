@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -320,13 +321,12 @@ def test_counts_add_up_in_a_storm(tiny: TinyArtifact, weight_file: WriteWeights,
     model.listen(events.append)
     ModelCollector(model, "digits", scrape.registry)
     traffic = Traffic(model, files)
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3) for run in (traffic.call, traffic.swap)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        scrape.samples()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(run, seed) for seed in range(3) for run in (traffic.call, traffic.swap)]
+        while not all(each.done() for each in running):
+            scrape.samples()
+    for each in running:
+        each.result()
     assert scrape.by("calls_total", "outcome") == {(key,): value for key, value in traffic.calls.items()}
     swaps: Counter[str] = Counter()
     for (_, outcome), value in scrape.by("swaps_total", "kind", "outcome").items():

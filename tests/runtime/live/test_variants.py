@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import invariant, rule
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.support.context_machine import ContextMachine, which
 from tests.support.graph_calls import hold_calls
-from tests.support.remembering import POLICIES, Policy
+from tests.support.machines import run_in_any_order
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
     Artifact,
     ArtifactError,
     CaptureError,
-    Context,
     Event,
     ExportError,
     Model,
@@ -32,7 +30,6 @@ from weightswap_runtime import (
     UnexpectedWeights,
     UnknownName,
     Unsupported,
-    WaitTimeout,
     WeightFileError,
     WeightsMismatch,
     load,
@@ -281,52 +278,18 @@ def test_the_format_version_tells_old_readers(files: Files, tmp_path: Path) -> N
 
 
 NAMES = st.sampled_from(["a", "b", "c"])
-SEEDS = st.integers(0, 3)
 
 
-MOST = 4
-ANY = -1  # variants of a context that was loaded onto other weights
-
-
-@dataclass
-class Held:
-    """A context, its expected state, and what that was made with (None and ... before the first call)."""
-
-    context: Context
-    total: torch.Tensor
-    base: int | None = None
-    variant: Any = ...
-
-    def is_stale(self, base: int, variant: int | None) -> bool:
-        return self.variant is not ... and (self.base != base or self.variant not in (ANY, variant))
-
-
-class Interleaved(RuleBasedStateMachine):
-    """A random sequence of calls, saves, loads, swaps, rollbacks and variants, checked against eager models."""
+class VariantMachine(ContextMachine):
+    """Machine with variants, which come and go, and which calls choose."""
 
     files: Files
-    engine = "torch"
 
-    @initialize(residency=st.sampled_from(["double", "single"]))
-    def start(self, residency: Any) -> None:
-        self.model = load(
-            self.files.artifact.path,
-            self.files.weights[0],
-            engine=self.engine,
-            residency=residency,
-            keep_previous="host",
-        )
-        self.single = residency == "single"
-        self.x: Any = X.numpy() if self.engine == "onnx" else X
-        self.base, self.previous = 0, None
+    def __init__(self) -> None:
+        super().__init__()
         self.named: dict[str, int] = {}
-        self.contexts: list[Held] = []
 
-    def teardown(self) -> None:
-        for held in getattr(self, "contexts", ()):
-            held.context.close()
-
-    @rule(name=NAMES, seed=SEEDS)
+    @rule(name=NAMES, seed=st.integers(0, 3))
     def add(self, name: str, seed: int) -> None:
         self.model.add_variant("low", name, self.files.path("low", seed))
         self.named[name] = seed
@@ -337,92 +300,13 @@ class Interleaved(RuleBasedStateMachine):
             self.model.remove_variant("low", name)
             del self.named[name]
 
-    @rule(base=st.integers(0, 1))
-    def swap(self, base: int) -> None:
-        if self.pinned if self.single else self.idle_is_pinned:
-            with pytest.raises(WaitTimeout):
-                self.model.swap(self.files.weights[base])
+    @rule(which=which, factor=st.integers(-2, 2), name=st.none() | NAMES)
+    def call(self, which: int, factor: int, name: str | None) -> None:  # type: ignore[override]
+        if name is None or name in self.named:
+            self._call(which, factor, self.named.get(name or ""), variants={"low": name})
         else:
-            self.model.swap(self.files.weights[base])
-            self.base, self.previous = base, self.base
-
-    @rule()
-    def rollback(self) -> None:
-        if self.previous is None:
-            return
-        if self.single and self.pinned:
-            with pytest.raises(WaitTimeout):
-                self.model.rollback()
-        else:
-            self.model.rollback()
-            self.base, self.previous = self.previous, self.base
-
-    @property
-    def pinned(self) -> bool:
-        return any(held.context.on_swap == "pin" for held in self.contexts)
-
-    @property
-    def idle_is_pinned(self) -> bool:
-        current = self.model._gate.current
-        pins = [held.context._pinned for held in self.contexts]
-        return any(pin is not None and current is not None and pin.session is not current.session for pin in pins)
-
-    @precondition(lambda self: len(self.contexts) < MOST)
-    @rule(policy=st.sampled_from(POLICIES))
-    def begin(self, policy: Policy) -> None:
-        context = self.model.new_context(on_swap=policy)
-        self.contexts.append(Held(context, torch.zeros(1, WIDTH), self.base if policy == "pin" else None))
-
-    @precondition(lambda self: self.contexts)
-    @rule(which=st.integers(0, 9))
-    def close(self, which: int) -> None:
-        self.contexts.pop(which % len(self.contexts)).context.close()
-
-    @precondition(lambda self: 0 < len(self.contexts) < MOST)
-    @rule(which=st.integers(0, 9), policy=st.sampled_from(["invalidate", "reset", "keep"]))
-    def save_and_load(self, which: int, policy: Policy) -> None:
-        held = self.contexts[which % len(self.contexts)]
-        path = self.files.folder / "context"
-        held.context.save(path)
-        loaded = self.model.load_context(path, on_swap=policy, allow_other_weights=True)
-        begun = held.variant is not ...
-        self.contexts.append(Held(loaded, held.total.clone(), self.base if begun else None, ANY if begun else ...))
-
-    @rule(which=st.integers(0, 9), name=st.none() | NAMES)
-    def call(self, which: int, name: str | None) -> None:
-        if name is not None and name not in self.named:
             with pytest.raises(UnknownName):
-                self.model(self.x, variants={"low": name})
-            return
-        seed = None if name is None else self.named[name]
-        if not self.contexts:
-            found = self.model(self.x, variants={"low": name})
-            assert self.same(found, self.eager(self.base, seed)(X))
-            return
-        held = self.contexts[which % len(self.contexts)]
-        pinned = held.context.on_swap == "pin"
-        base = held.base if pinned and held.base is not None else self.base
-        total = held.total
-        if held.is_stale(base, seed):
-            if held.context.on_swap in ("invalidate", "pin"):
-                with pytest.raises(StaleState):
-                    self.model(self.x, context=held.context, variants={"low": name})
-                return
-            if held.context.on_swap == "reset":
-                total = torch.zeros_like(total)
-        eager = self.eager(base, seed)
-        eager.total.copy_(total)
-        assert self.same(self.model(self.x, context=held.context, variants={"low": name}), eager(X))
-        held.total.copy_(eager.total)
-        held.base, held.variant = base, seed
-
-    def eager(self, base: int, seed: int | None) -> Tuned:
-        return self.files.eager(base, {} if seed is None else {"low": seed})
-
-    def same(self, found: Any, expected: torch.Tensor) -> bool:
-        if self.engine == "torch":
-            return torch.equal(found, expected.detach())
-        return torch.allclose(torch.as_tensor(found), expected.detach(), rtol=1e-4, atol=1e-4)
+                self.model(self.given(factor), variants={"low": name})
 
     @invariant()
     def names_are_those_that_were_given(self) -> None:
@@ -431,9 +315,9 @@ class Interleaved(RuleBasedStateMachine):
 
 
 def interleave(files: Files, engine: str) -> None:
-    case = type("Case", (Interleaved,), {"files": files, "engine": engine}).TestCase
-    case.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
-    case("runTest").runTest()
+    given = {"artifact": files.artifact.path, "weights": files.weights, "folder": files.folder, "x": X}
+    eager = staticmethod(lambda base, variant: files.eager(base, {} if variant is None else {"low": variant}))
+    run_in_any_order(VariantMachine, 25, 20, files=files, engine=engine, eager=eager, **given)
 
 
 def test_interleaved_with_contexts(files: Files) -> None:

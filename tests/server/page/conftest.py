@@ -12,7 +12,7 @@ import pytest
 from tests.support.administered import TOKEN, Operator
 from tests.support.browser import browser
 from tests.support.served import INFER, X, as_json, ask
-from tests.support.served import clients as clients_of
+from tests.support.storm import storm
 from weightswap_server import Server
 
 __all__ = ["browser"]
@@ -22,9 +22,9 @@ OpenPage = Callable[..., Any]
 @contextmanager
 def clients(server: Server) -> Iterator[None]:
     """Run a client that sends requests while the block runs."""
-    with clients_of(lambda _: (ask(server, INFER, as_json(x=X)).status, time.sleep(0.005))[0], 1) as statuses:
+    with storm(lambda _: (ask(server, INFER, as_json(x=X)).status, time.sleep(0.005))[0], 1) as statuses:
         yield
-    assert set(statuses) == {200}
+    assert set(statuses[0]) == {200}
 
 
 @pytest.fixture
