@@ -11,6 +11,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import pytest
 
+from tests.support.damage import damaged
 from tests.support.tiny import TinyArtifact
 from weightswap_fleet import Deadlines, FleetPlan, FleetReceipt, FleetRefused
 from weightswap_fleet.coordinator.agreement import Agreement, FleetTrial
@@ -118,11 +119,7 @@ class Changes(ABC):
 
     def damaged(self, number: int) -> Path:
         whole = self.file(number)
-        content = bytearray(whole.read_bytes())
-        content[-1] ^= 1
-        path = whole.with_name(f"damaged{number}.safetensors")
-        path.write_bytes(content)
-        return path
+        return damaged(whole, whole.with_name(f"damaged{number}.safetensors"))
 
     def weights_id(self, number: int) -> str:
         return known_weights(self.file(number)).weights_id

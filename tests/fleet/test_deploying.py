@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import weightswap_fleet
+from tests.support.damage import damaged
 from tests.support.packages import needs
 from tests.support.ranks import split_artifact, write_goldens, write_set
 from tests.support.tiny import TinyArtifact, WriteWeights
@@ -68,12 +69,6 @@ def test_weights_are_where_nothing_is_desired_yet(tiny: TinyArtifact, weight_fil
         assert desired.revision == 1
         assert desired.weights is not None
         assert Path(first.parent / desired.weights.source) == first
-
-
-def damaged(path: Path) -> Path:
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    return path
 
 
 def write(tiny: TinyArtifact, folder: Path, what: str) -> Path:

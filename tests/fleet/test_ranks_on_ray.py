@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests.support.damage import damaged
 from tests.support.packages import needs
 from tests.support.ranks import X, split_artifact, values, whole, write_set
 from weightswap_fleet import FleetError, FleetRefused
@@ -49,11 +50,7 @@ class Files:
         return self._seeds[weights_id]
 
     def damaged(self, seed: int) -> Path:
-        path = self.folder / "damaged.safetensors"
-        raw = bytearray(self.sets[seed].read_bytes())
-        raw[-1] ^= 1
-        path.write_bytes(raw)
-        return path
+        return damaged(self.sets[seed], self.folder / "damaged.safetensors")
 
 
 class Deployed(NamedTuple):

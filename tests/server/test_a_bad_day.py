@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.server.worker_processes import Running, eventually, started
+from tests.support.damage import damaged
 from tests.support.refusals import because
 from tests.support.served import expected
 from tests.support.services import Service, weights_id_of
@@ -107,9 +108,7 @@ class Day:
             values["weight"][1, 2] = torch.nan
         self.tiny.write(path, values)
         if seed in self.plan.damaged:
-            raw = bytearray(path.read_bytes())
-            raw[-1] ^= 1
-            path.write_bytes(raw)
+            damaged(path)
         elif seed != self.plan.not_finite:
             self.good[seed] = weights_id_of(path)
             self.expected[self.good[seed]] = expected(seed)

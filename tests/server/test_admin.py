@@ -18,6 +18,7 @@ import torch
 import tritonclient.http as triton
 
 from tests.support.administered import BEARER, Operator, operated
+from tests.support.damage import damaged
 from tests.support.served import INFER, X, as_json, ask
 from tests.support.tiny import SLOW, TinyArtifact, WriteDelta, WriteWeights, serves
 from tests.support.watched import eventually
@@ -306,12 +307,6 @@ def test_a_rollback_to_what_is_refused_writes_nothing(
     assert refuses(operator, "rollback", to=bad) == (422, "NonFiniteWeights")
     assert desired_store.read() == before
     assert operator.serves(1)
-
-
-def damaged(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
 
 
 def damaged_goldens(file: Path) -> None:

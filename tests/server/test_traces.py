@@ -17,6 +17,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.support import warm
 from tests.support.collector import collecting
+from tests.support.damage import damaged
 from tests.support.served import INFER, X, as_json, ask, await_queued, occupied, serving
 from tests.support.tiny import WriteWeights
 from weightswap_runtime import DigestMismatch, Model
@@ -93,10 +94,7 @@ def test_a_batch_has_a_span_for_each_request(spans: InMemorySpanExporter, model:
 def test_swaps(spans: InMemorySpanExporter, model: Model, weight_file: WriteWeights) -> None:
     with serving({"tiny": model}, traces=True):
         receipt = model.swap(weight_file(2), by="ana")
-        broken = weight_file(3)
-        raw = bytearray(broken.read_bytes())
-        raw[-1] ^= 1
-        broken.write_bytes(raw)
+        broken = damaged(weight_file(3))
         with pytest.raises(DigestMismatch):
             model.swap(broken)
     committed, refused = spans.get_finished_spans()

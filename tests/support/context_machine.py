@@ -24,7 +24,7 @@ which = st.integers(0, 11)
 State = dict[str, torch.Tensor]
 
 
-@dataclass
+@dataclass(eq=False)
 class Held:
     """A context, the eager model's state, None before the first call, and what that was made with."""
 
@@ -137,23 +137,18 @@ class ContextMachine(RuleBasedStateMachine):
         return torch.allclose(torch.as_tensor(found), expected, rtol=1e-4, atol=1e-4)
 
     @precondition(lambda self: self.contexts)
-    @rule(which=which)
-    def reset(self, which: int) -> None:
+    @rule(which=which, what=st.sampled_from(["save", "reset", "close"]))
+    def end(self, which: int, what: str) -> None:
         held = self.contexts[which % len(self.contexts)]
-        held.context.reset()
-        held.state, held.base = None, held.base if held.pins else None
-
-    @precondition(lambda self: self.contexts)
-    @rule(which=which)
-    def close(self, which: int) -> None:
-        self.contexts.pop(which % len(self.contexts)).context.close()
-
-    @precondition(lambda self: self.contexts)
-    @rule(which=which)
-    def save(self, which: int) -> None:
-        held = self.contexts[which % len(self.contexts)]
-        held.context.save(self.folder / "saved.safetensors")
-        self.saved = Held(held.context, deepcopy(held.state), held.base if held.state else None, held.variant)
+        if what == "save":
+            held.context.save(self.folder / "saved.safetensors")
+            self.saved = Held(held.context, deepcopy(held.state), held.base if held.state else None, held.variant)
+        elif what == "reset":
+            held.context.reset()
+            held.state, held.base = None, held.base if held.pins else None
+        else:
+            held.context.close()
+            self.contexts.remove(held)
 
     @precondition(lambda self: self.saved and len(self.contexts) < MOST)
     @rule(policy=st.sampled_from(["invalidate", "reset", "keep"]), other=st.booleans())

@@ -88,10 +88,3 @@ class FileQueueRig:
         out = self.folder / f"{name}.safetensors"
         write_delta(*files, out)
         return out
-
-    def damage(self, path: Path) -> None:
-        raw = bytearray(path.read_bytes())
-        raw[-1] ^= 1
-        replacement = path.with_name("damaged")
-        replacement.write_bytes(raw)
-        replacement.replace(path)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.support.damage import damaged
 from tests.support.ports import free_port
 from tests.support.ranks import X, values, whole, write_set
 from weightswap_runtime import Model, Ranks, load, process_group
@@ -184,9 +185,7 @@ def prepare(folder: Path, size: int) -> Path:
     split_artifact(folder / "artifact", size)
     for seed in range(4):
         write_set(folder / f"{seed}.safetensors", seed, size)
-    raw = bytearray((folder / "1.safetensors").read_bytes())
-    raw[-1] ^= 1
-    (folder / "damaged").write_bytes(raw)
+    damaged(folder / "1.safetensors", folder / "damaged")
     return folder
 
 

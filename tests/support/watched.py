@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.damage import damaged
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Model, Watcher
 
@@ -43,10 +44,7 @@ class Directory:
 
     def damaged(self, seed: int) -> Path:
         path = self.tiny.write(self.path / "hidden", self.tiny.values(seed))
-        raw = bytearray(path.read_bytes())
-        raw[-1] ^= 1
-        path.write_bytes(raw)
-        return path.rename(self.path / f"v{seed}.safetensors")
+        return damaged(path).rename(self.path / f"v{seed}.safetensors")
 
 
 def environment() -> dict[str, str]:

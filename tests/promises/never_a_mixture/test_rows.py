@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.support.accelerators import moved, on_every_device
+from tests.support.damage import damaged
 from tests.support.storm import storm
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
@@ -164,11 +165,8 @@ class Beside:
         self.model.stage(delta, background=True).discard()
 
     def refuse(self, new: dict[str, torch.Tensor], path: Path, delta: Path) -> None:
-        raw = bytearray(delta.read_bytes())
-        raw[-1] ^= 1
-        delta.write_bytes(raw)
         with pytest.raises(DigestMismatch):
-            self.model.swap(delta)
+            self.model.swap(damaged(delta))
 
 
 TABLES = ("users.weight", "wide.weight")

@@ -21,6 +21,7 @@ from torch.export import Dim
 
 from tests.support.accelerators import ACCELERATOR, moved, on_accelerator, use_own_stream
 from tests.support.compiled import needs_compiler
+from tests.support.damage import damaged
 from tests.support.rows import deltas_between
 from tests.support.slow_streams import keep_busy, slow_copies
 from tests.support.storm import Ledger, Seen, content, found_in, storm
@@ -68,10 +69,7 @@ class Files:
             for index, model in enumerate(self.models)
         ]
         self.deltas = deltas_between(self.full, folder)
-        self.damaged = folder / "damaged.safetensors"
-        raw = bytearray(self.full[1].read_bytes())
-        raw[-5] ^= 0x10
-        self.damaged.write_bytes(raw)
+        self.damaged = damaged(self.full[1], folder / "damaged.safetensors")
 
 
 FilesOf = Callable[[str], Files]

@@ -19,6 +19,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.damage import damaged
 from tests.support.machines import run_in_any_order
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, X
@@ -103,10 +104,7 @@ class Machine(RuleBasedStateMachine):
         self.tiny = TinyArtifact(folder / "tiny.artifact")
         self.paths = [self.tiny.write(folder / f"v{seed}.safetensors", self.tiny.values(seed)) for seed in range(SETS)]
         self.ids = [weights_id_of(path) for path in self.paths]
-        self.damaged = folder / "damaged.safetensors"
-        raw = bytearray(self.paths[1].read_bytes())
-        raw[-1] ^= 1
-        self.damaged.write_bytes(raw)
+        self.damaged = damaged(self.paths[1], folder / "damaged.safetensors")
         self.model = load(self.tiny.path, self.paths[0])
         self.owner = Owner(self.model, self.paths)
         self.now = 0.0
@@ -439,3 +437,16 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_any_order(examples: int) -> None:
     run_in_any_order(Machine, examples, 40)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["who has staged them", "who has borrowed them"])
+def test_one_of_two_changes_with_the_same_weights_is_discarded(which: int) -> None:
+    machine = Machine()
+    machine.prepare(new=True, seed=2, damaged=False, early="", meanwhile=[], late=False)
+    machine.another_takes_the_staged_weights()
+    machine.discard(new=True, which=which)
+    machine.at_most_one_set_of_weights_is_open()
+    machine.somebody_else_stages(seed=1)
+    machine.commit(which=0)
+    machine.calls_see_what_is_served()
+    machine.teardown()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.damage import damaged
 from tests.support.file_queue_rig import INTERVAL, FileQueueRig
 from tests.support.tiny import serves
 from weightswap_runtime import DigestMismatch, GoldenMismatch
@@ -93,7 +94,7 @@ def test_after_a_flicker_nothing_is_taken_again(
     flicker: Callable[[FileQueueRig], None], polls: int, rig: FileQueueRig
 ) -> None:
     rig.follow("all")
-    rig.damage(rig.write("v0", 0))
+    damaged(rig.write("v0", 0))
     for seed in (1, 2):
         rig.write(f"v{seed}", seed)
     rig.poll()
@@ -164,7 +165,7 @@ def test_a_directory_that_is_made_later_has_only_new_files(start: Start, rig: Fi
 def test_the_newest_that_can_be_taken_begins(rig: FileQueueRig) -> None:
     rig.write("v1", 1)
     rig.write("v2", 2)
-    rig.damage(rig.write("v3", 3))
+    damaged(rig.write("v3", 3))
     rig.poll()
     assert (rig.attempts, rig.committed) == (["v3", "v2"], ["v2"])
     assert rig.reports == [("skipped v3", "DigestMismatch")]
@@ -174,7 +175,7 @@ def test_the_newest_that_can_be_taken_begins(rig: FileQueueRig) -> None:
 
 
 def test_files_that_come_after_others_could_not_be_taken_are_taken_in_order(rig: FileQueueRig) -> None:
-    rig.damage(rig.write("v1", 1))
+    damaged(rig.write("v1", 1))
     rig.poll()
     rig.write("v2", 2)
     rig.write("v3", 3)
@@ -185,7 +186,7 @@ def test_files_that_come_after_others_could_not_be_taken_are_taken_in_order(rig:
 def test_a_damaged_file_is_skipped_once_until_it_changes(rig: FileQueueRig) -> None:
     rig.poll()
     path = rig.write("v1", 1)
-    rig.damage(path)
+    damaged(path)
     for _ in range(5):
         rig.poll()
     assert (rig.attempts, rig.reports) == (["v1"], [("skipped v1", "DigestMismatch")])
@@ -214,7 +215,7 @@ def test_what_was_skipped_and_is_swapped_by_hand_is_not_skipped_any_more(rig: Fi
 
 def test_what_comes_before_a_file_that_was_taken_is_passed_over(rig: FileQueueRig) -> None:
     rig.poll()
-    rig.damage(rig.write("v2", 2))
+    damaged(rig.write("v2", 2))
     rig.write("v3", 3)
     rig.poll()
     rig.write("v2", 2)
@@ -277,7 +278,7 @@ def test_a_file_is_opened_only_when_it_is_new(start: Start, rig: FileQueueRig, m
 
 def test_errors_that_are_kept_hold_no_frames(rig: FileQueueRig) -> None:
     rig.poll()
-    rig.damage(rig.write("v1", 1))
+    damaged(rig.write("v1", 1))
     rig.poll()
     error = rig.file_queue.skipped["v1.safetensors"]
     assert error.__traceback__ is None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
+from tests.support.damage import damaged
 from tests.support.file_queue_rig import FileQueueRig, in_place
 from tests.support.tiny import serves
 from weightswap_runtime.following.file_queue import Start
@@ -121,21 +122,21 @@ def test_what_was_there_before_a_start_with_new_files_stays(rig: FileQueueRig, t
 
 def test_what_was_skipped_is_told_of_once(rig: FileQueueRig, touch: Callable[[Path], None]) -> None:
     rig.poll()
-    damaged = rig.write("v1", 1)
+    bad = rig.write("v1", 1)
     foreign = rig.tiny.write(rig.folder / "v2.safetensors", rig.tiny.values(2), "0" * 64)
-    rig.damage(damaged)
+    damaged(bad)
     polls(rig)
     told = list(rig.reports)
     assert told == [("skipped v1", "DigestMismatch"), ("skipped v2", "GraphMismatch")]
     tries = len(rig.attempts)
-    touch(damaged)
+    touch(bad)
     touch(foreign)
     polls(rig)
     assert (rig.committed, rig.reports) == ([], told)
     assert rig.attempts[tries:] == ["v1"]  # other bytes might mend it, and would not show in its header
     assert list(rig.file_queue.skipped) == ["v1.safetensors", "v2.safetensors"]
     time.sleep(2 * CLOCK_TICK_NS / 1e9)
-    in_place(damaged, rig.write("../whole", 1).read_bytes())
+    in_place(bad, rig.write("../whole", 1).read_bytes())
     polls(rig)
     assert (rig.committed, serves(rig.model, 1)) == (["v1"], True)
 

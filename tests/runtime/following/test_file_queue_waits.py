@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.damage import damaged
 from tests.support.file_queue_rig import INTERVAL, FileQueueRig
 from tests.support.tiny import serves
 from weightswap_runtime.errors import reason_of
@@ -120,7 +121,7 @@ def test_of_deltas_that_cannot_be_taken_at_once_each_is_taken_by_itself(number: 
     rig.write("v1", 1)
     rig.poll()
     paths = [rig.delta(f"v{new}", new - 1, new) for new in (2, 3, 4)]
-    rig.damage(paths[number - 2])
+    damaged(paths[number - 2])
     rig.poll()
     rig.poll()
     assert rig.committed == [f"v{each}" for each in range(1, number)]

@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.support.damage import damaged
 from tests.support.forks import in_a_child
 from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact, serves
@@ -221,14 +222,6 @@ def test_a_desired_store_does_not_go_back(how: str, model: Model, service: Servi
         assert eventually(lambda: serves(model, 3))
 
 
-def damaged(service: Service, path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    other = path.with_name("hidden")
-    other.write_bytes(raw)
-    other.rename(path)
-
-
 def of_another_graph(service: Service, path: Path) -> None:
     service.tiny.write(path, service.tiny.values(5), graph_id="0" * 64)
 
@@ -256,7 +249,7 @@ def gone(service: Service, path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "error", "skipped"),
     [
-        (damaged, DigestMismatch, True),
+        (lambda _, path: damaged(path), DigestMismatch, True),
         (of_another_graph, GraphMismatch, True),
         (other_tensors, WeightsMismatch, True),
         (not_finite, NonFiniteWeights, True),
@@ -291,7 +284,7 @@ def test_weights_that_are_refused_change_nothing_until_they_are_mended(
 
 def test_a_file_that_stays_wrong_is_not_read_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(service.tiny.path)
-    damaged(service, service.write(1))
+    damaged(service.write(1))
     events: list[Event] = []
     service.set(1)
     with model.follow(service.folder, SOON, callback=events.append) as follower:
@@ -303,9 +296,9 @@ def test_a_file_that_stays_wrong_is_not_read_again(service: Service, monkeypatch
 def test_a_model_that_serves_nothing_takes_the_last_good_weights(tiny: TinyArtifact, service: Service) -> None:
     service.set(1)
     service.set(2)
-    damaged(service, service.folder / "v2.safetensors")
+    damaged(service.folder / "v2.safetensors")
     service.set(3)
-    damaged(service, service.folder / "v3.safetensors")
+    damaged(service.folder / "v3.safetensors")
     model = load(tiny.path)
     with model.follow(service.folder, SOON) as follower:
         assert eventually(lambda: model.generation is not None)
@@ -322,7 +315,7 @@ def test_weights_of_the_history_that_are_withdrawn_during_their_staging_are_not_
     service.set(1)
     second = service.set(2)
     service.set(3)
-    damaged(service, service.folder / "v3.safetensors")
+    damaged(service.folder / "v3.safetensors")
     model = load(service.tiny.path)
 
     def write(event: Event) -> None:
@@ -400,7 +393,7 @@ def test_refusals_keep_no_descriptors_and_no_stagings(service: Service) -> None:
         for seed in range(2, 22):
             path = service.write(seed)
             wanted = weights_id_of(path)
-            damaged(service, path)
+            damaged(path)
             state = service.desired_store.promote(path, known=Known(wanted))
             assert eventually(lambda: follower.status.revision == state.revision and follower.status.error != "")  # noqa: B023
             assert eventually(lambda: path.name in follower.status.error)  # noqa: B023

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.damage import damaged
 from tests.support.forged import replace_file
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Artifact, ArtifactError, load
@@ -134,10 +135,7 @@ def test_a_folder_without_a_manifest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["graphs/forward.pt2", "constants.safetensors"])
 def test_missing_and_altered_files_are_refused(name: str, tiny: TinyArtifact) -> None:
-    path = tiny.path / name
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+    path = damaged(tiny.path / name)
     with pytest.raises(ArtifactError, match=rf"{path.name}: altered since the export"):
         load(tiny.path)
     path.unlink()

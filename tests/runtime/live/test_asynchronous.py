@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.damage import damaged
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, X, serves
 from weightswap_exporter import export, pack, skeleton
 from weightswap_runtime import (
@@ -75,16 +76,13 @@ def test_errors_are_those_of_a_swap(model: Model, weight_file: WriteWeights, tmp
         with pytest.raises(Unsupported, match="verify="):
             await model.aswap(weight_file(1), verify="no")  # type: ignore[typeddict-item]
         with pytest.raises(DigestMismatch):
-            async with model.astage(damaged):
+            async with model.astage(bad):
                 raise AssertionError("it was staged")
         with model.stage(weight_file(2)), pytest.raises(StagingBusy):
             await model.aswap(weight_file(1))
         await model.aswap(weight_file(1))
 
-    damaged = weight_file(4)
-    raw = bytearray(damaged.read_bytes())
-    raw[-1] ^= 1
-    damaged.write_bytes(raw)
+    bad = damaged(weight_file(4))
     asyncio.run(work())
     assert (model.generation, serves(model, 1)) == (0, True)
 

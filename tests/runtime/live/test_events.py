@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
+from tests.support.damage import damaged
 from tests.support.forks import in_a_child
 from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import (
@@ -95,17 +96,14 @@ def test_a_refused_file_is_told_with_its_reason_and_its_phase(tiny: TinyArtifact
     told = Told()
     model = load(tiny.path, weight_file(1))
     model.listen(told)
-    path = weight_file(2)
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+    path = damaged(weight_file(2))
     with pytest.raises(Exception, match="digest") as caught:
         model.swap(path)
     with pytest.raises(WeightFileError):
         model.swap(path.with_name("nowhere"), only="bias")
     assert told.kinds == ["staging", "refused"] * 2
-    damaged, missing = told.events[1], told.events[3]
-    assert (damaged.error, damaged.phase, damaged.nbytes) == (caught.value, "verifying", 92)
+    bad, missing = told.events[1], told.events[3]
+    assert (bad.error, bad.phase, bad.nbytes) == (caught.value, "verifying", 92)
     assert (missing.phase, missing.nbytes, missing.operation) == ("opening", 0, "partial")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import strategies as st
@@ -73,11 +75,13 @@ class GateMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 1))
     def wait_idle(self, index: int) -> None:
-        if any(place is self.places[index] for place, _ in self.leases):
-            with pytest.raises(WaitTimeout):
-                self.gate.wait_idle(self.places[index], 0)
-        else:
-            self.gate.wait_idle(self.places[index], 0)
+        """In the thread that has the leases, which is told at once, and in another one."""
+        place, gate = self.places[index], self.gate
+        is_leased = any(leased is place for leased, _ in self.leases)
+        with ThreadPoolExecutor(1) as pool:
+            for wait in (gate.wait_idle, lambda *given: pool.submit(gate.wait_idle, *given).result()):
+                with pytest.raises(WaitTimeout) if is_leased else nullcontext():
+                    wait(place, 0)
 
     @invariant()
     def leases_add_up(self) -> None:

@@ -19,6 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.support.damage import damaged
 from tests.support.ranks import X, on_ranks, split_artifact, values, whole, write_set
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import Model, Ranks, load, write_delta
@@ -43,10 +44,7 @@ class Files:
         self.path = path
         self.artifact = split_artifact(path / "two")
         self.sets = [write_set(path / f"{seed}.safetensors", seed) for seed in range(3)]
-        self.damaged = path / "damaged.safetensors"
-        raw = bytearray(self.sets[2].read_bytes())
-        raw[-1] ^= 1
-        self.damaged.write_bytes(raw)
+        self.damaged = damaged(self.sets[2], path / "damaged.safetensors")
 
 
 @pytest.fixture(scope="module")

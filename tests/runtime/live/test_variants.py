@@ -314,11 +314,11 @@ class VariantMachine(ContextMachine):
             assert self.model.variants["low"].keys() == self.named.keys()
 
 
-def interleave(files: Files, engine: str) -> None:
+def interleave(files: Files, engine: str, examples: int = 25) -> None:
     given = {"artifact": files.artifact.path, "weights": files.weights, "folder": files.folder, "x": X}
     eager = staticmethod(lambda base, variant: files.eager(base, {} if variant is None else {"low": variant}))
-    run_in_any_order(VariantMachine, 25, 20, files=files, engine=engine, eager=eager, **given)
+    run_in_any_order(VariantMachine, examples, 20, files=files, engine=engine, eager=eager, **given)
 
 
 def test_interleaved_with_contexts(files: Files) -> None:
-    interleave(files, "torch")
+    interleave(files, "torch", 100)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.blocks import make_blocks_small, save
+from tests.support.damage import damaged
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from weightswap_runtime import (
     BaseMismatch,
@@ -127,13 +128,6 @@ def test_labels_are_those_of_the_last_and_what_lies_beside_it_is_copied(
     (tmp_path / "last.goldens.safetensors").unlink()
     merge_deltas([last], out)
     assert not (tmp_path / "merged.goldens.safetensors").exists()
-
-
-def damaged(path: Path) -> Path:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    return path
 
 
 Given = Callable[[TinyArtifact, WriteWeights, WriteDelta, Path], list[Path]]

@@ -16,6 +16,7 @@ import torch
 from blake3 import blake3
 from torch import nn
 
+from tests.support.damage import damaged
 from tests.support.tiny import TinyArtifact, X
 from weightswap_runtime import Artifact, ArtifactError, WeightFileError, WeightsMismatch, load
 from weightswap_runtime.format.canonical import pack_ranges, render_header
@@ -287,9 +288,7 @@ def test_a_conversion_that_is_not_what_the_manifest_says_is_refused(
 
 def test_an_altered_conversion_is_refused(artifact: Artifact, tmp_path: Path) -> None:
     for name in ("conversion.safetensors", "conversion.pt2"):
-        raw = bytearray((artifact.path / name).read_bytes())
-        raw[-1] ^= 1
-        (artifact.path / name).write_bytes(raw)
+        damaged(artifact.path / name)
         with pytest.raises(ArtifactError, match=f"{name}: altered since the export"):
             load(artifact, saved(tmp_path / "c.safetensors", checkpoint(0)))
 

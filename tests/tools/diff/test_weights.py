@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 from tests.support.checkpoints import saved_shards
+from tests.support.damage import damaged
 from tests.support.loading import Fused
 from tests.support.peaks import MEMORY
 from tests.support.setups import different
@@ -169,14 +170,8 @@ def test_equal_digests_are_not_read(
     assert diff.after.weights_id != diff.before.weights_id is not None
 
 
-def damage(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-
-
 def test_damage_is_found_by_the_digests(packed: tuple[Path, Path]) -> None:
-    damage(packed[1])
+    damaged(packed[1])
     with pytest.raises(DigestMismatch, match=r"v2\.safetensors: refused, 1 problem") as refused:
         compare_weights(*packed)
     assert "its bytes do not match the digest that the file records" in str(refused.value)
@@ -185,7 +180,7 @@ def test_damage_is_found_by_the_digests(packed: tuple[Path, Path]) -> None:
 def test_damage_in_a_renamed_tensor_is_reported_under_its_old_name(packed: tuple[Path, Path], files: Files) -> None:
     tensors = safetensors.torch.load_file(packed[0])
     copy = files.write("copy", {f"new.{name}": value for name, value in tensors.items()})
-    damage(packed[0])
+    damaged(packed[0])
     with pytest.raises(DigestMismatch) as refused:
         compare_weights(packed[0], copy, values=True)
     assert len(refused.value.problems) == 1
