@@ -279,20 +279,33 @@ def test_an_error_of_the_device_while_staging_is_a_refused_swap(
     assert served.model.swap(weight_file(1)).generation == 1
 
 
-def test_a_device_error_raised_by_torch_is_a_refused_swap(
-    residency: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("where", "name", "says"),
+    [
+        (StandIn, "copy", r"operation not permitted when stream is capturing"),
+        (BoundReader, "run_prologue", r"an illegal memory access.*restart it"),
+    ],
+)
+def test_a_device_error_raised_by_torch_is_a_refused_swap_and_no_fault_of_the_weights(
+    where: type,
+    name: str,
+    says: str,
+    residency: str,
+    tiny: TinyArtifact,
+    weight_file: WriteWeights,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class AcceleratorError(RuntimeError):
         pass
 
     def refuse(*_: object) -> None:
-        raise AcceleratorError("operation not permitted when stream is capturing")
+        raise AcceleratorError(says.partition(".*")[0])
 
     served = Served(tiny, residency, "device", StandIn(0), None)
     served.model.swap(weight_file(0))
     with monkeypatch.context() as patch:
-        patch.setattr(StandIn, "copy", refuse)
-        with pytest.raises(DeviceError, match=r"v1\.safetensors: operation not permitted when"):
+        patch.setattr(where, name, refuse)
+        with pytest.raises(DeviceError, match=rf"v1\.safetensors: {says}"):
             served.model.swap(weight_file(1))
     assert served.model.swap(weight_file(1)).generation == 1
 
@@ -360,21 +373,3 @@ def test_commits_do_not_wait_for_the_files_of_other_stagings(tiny: TinyArtifact,
     found = served.call()
     device.drain()
     assert served.weights(found.content) == values_of(1)
-
-
-def test_a_device_error_in_the_prologue_does_not_blame_the_weights(
-    residency: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class AcceleratorError(RuntimeError):
-        pass
-
-    def broken(_: object) -> None:
-        raise AcceleratorError("an illegal memory access was encountered")
-
-    served = Served(tiny, residency, "device", StandIn(0), None)
-    served.model.swap(weight_file(0))
-    with monkeypatch.context() as patch:
-        patch.setattr(BoundReader, "run_prologue", broken)
-        with pytest.raises(DeviceError, match=r"v1\.safetensors: an illegal memory access.*restart it"):
-            served.model.swap(weight_file(1))
-    assert served.model.swap(weight_file(1)).generation == 1

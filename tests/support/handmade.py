@@ -27,6 +27,21 @@ from weightswap_runtime.staging.golden_check import verify
 Document = dict[str, Any]
 
 
+def change(path: tuple[str | int, ...], value: object) -> Callable[[Document], None]:
+    """Return a function that changes a part of a document; None removes it."""
+
+    def apply(document: Document) -> None:
+        target: Any = document
+        for key in path[:-1]:
+            target = target[key]
+        if value is None:
+            del target[path[-1]]
+        else:
+            target[path[-1]] = value
+
+    return apply
+
+
 Y = TinyArtifact.eager(1, X)
 
 

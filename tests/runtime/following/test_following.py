@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 from tests.support.damage import damaged
+from tests.support.descriptors import descriptors
 from tests.support.forks import in_a_child
 from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact, serves
@@ -379,10 +380,6 @@ def test_weights_still_in_memory_are_served_again_without_their_file(service: Se
     assert (model.history[-1].kind, model.history[-1].by) == ("rollback", "ana")
 
 
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_refusals_keep_no_descriptors_and_no_stagings(service: Service) -> None:
     model = load(service.tiny.path)
     service.set(1)
@@ -545,20 +542,26 @@ def test_a_relative_desired_store_stays_what_it_was(
     follower.stop()
 
 
+class Refusing:
+    """What a reconciler looks after, without a model: it serves other weights."""
+
+    serves_nothing = False
+
+    def check(self) -> None: ...
+
+    def serves(self, weights_id: str) -> bool:
+        return False
+
+    def notify(self, kind: str, source: str, error: BaseException) -> None: ...
+
+
 def test_retries_wait_longer_and_longer(service: Service) -> None:
     desired_store = DesiredStore(service.folder)
     service.set(1)
     (service.folder / "v1.safetensors").unlink()
     tries: list[float] = []
 
-    class Target:
-        serves_nothing = False
-
-        def check(self) -> None: ...
-
-        def serves(self, weights_id: str) -> bool:
-            return False
-
+    class Target(Refusing):
         def apply(self, path: object, weights: object, is_wanted: object) -> None:
             tries.append(now[0])
             raise WeightFileError("not there")
@@ -582,11 +585,7 @@ def test_a_file_that_is_mended_during_its_refusal_is_retried(service: Service) -
     service.set(0)
     path, tries = service.folder / "v0.safetensors", []
 
-    class Target:
-        serves_nothing = False
-
-        def check(self) -> None: ...
-
+    class Target(Refusing):
         def serves(self, weights_id: str) -> bool:
             return len(tries) > 1
 
@@ -594,8 +593,6 @@ def test_a_file_that_is_mended_during_its_refusal_is_retried(service: Service) -
             tries.append(where)
             path.write_bytes(path.read_bytes() + b"mended")
             raise UnexpectedWeights("other weights")
-
-        def notify(self, kind: str, source: str, error: BaseException) -> None: ...
 
     reconciler = reconciling.Reconciler(service.desired_store, 5.0, lambda: 0.0)
     for _ in range(3):

@@ -14,12 +14,11 @@ import pytest
 
 from tests.support.damage import damaged
 from tests.support.forged import replace_file
+from tests.support.handmade import Document, change
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Artifact, ArtifactError, load
 from weightswap_runtime.format.canonical import pack_ranges, render_header
 from weightswap_runtime.format.manifest import decode_manifest, encode_manifest
-
-Document = dict[str, Any]
 
 
 def test_a_manifest_survives_a_round_trip(tiny: TinyArtifact) -> None:
@@ -28,19 +27,6 @@ def test_a_manifest_survives_a_round_trip(tiny: TinyArtifact) -> None:
     artifact.verify()
     assert artifact.manifest == tiny.manifest
     assert artifact.methods == ("forward",)
-
-
-def change(path: tuple[str | int, ...], value: object) -> Callable[[Document], None]:
-    def apply(document: Document) -> None:
-        target: Any = document
-        for key in path[:-1]:
-            target = target[key]
-        if value is None:
-            del target[path[-1]]
-        else:
-            target[path[-1]] = value
-
-    return apply
 
 
 BROKEN = {

@@ -5,28 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.handmade import Document, Stage, written
+from tests.support.handmade import Document, Stage, change, written
 from tests.support.tiny import X
 from weightswap_runtime import WeightFileError, WeightswapError
 from weightswap_runtime.format.goldens import goldens_beside, open_goldens
-
-
-def change(path: tuple[str | int, ...], value: object) -> Callable[[Document], None]:
-    def apply(document: Document) -> None:
-        target: Any = document
-        for key in path[:-1]:
-            target = target[key]
-        target[path[-1]] = value
-
-    return apply
-
 
 BROKEN = {
     "another format": (change(("format_version",), 2), "goldens of format version 2; this runtime reads 1"),

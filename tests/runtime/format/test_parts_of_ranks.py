@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.support.descriptors import few_descriptors
 from weightswap_runtime import SourceChanged, WeightFileError, read_weights
 from weightswap_runtime.format.weight_set import open_weights
 
@@ -63,13 +63,8 @@ def test_many_parts_are_not_open_at_a_time(tmp_path: Path) -> None:
     rows = np.arange(200, dtype=np.int32).reshape(100, 2)
     for rank, row in enumerate(rows):
         write(tmp_path, rank, {"w": row[None]}, at(rank, 0))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = len(list(Path("/proc/self/fd").iterdir())) + 60
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
-    try:
+    with few_descriptors():
         assert np.array_equal(read_weights(tmp_path)["w"], rows)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_each_part_may_name_all_tensors(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.support.descriptors import few_descriptors
 from weightswap_runtime import WeightFileError, read_weights
 from weightswap_runtime.format import weight_set as weightset
 from weightswap_runtime.format.safetensors import WeightFile
@@ -110,13 +110,8 @@ def many_shards(folder: Path) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
 
 def test_only_some_of_many_shards_are_open_at_a_time(tmp_path: Path) -> None:
     index, values = many_shards(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = len(list(Path("/proc/self/fd").iterdir())) + 60
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
-    try:
+    with few_descriptors():
         found = read_weights(index)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found.keys() == values.keys()
     assert all(np.array_equal(found[name], value) for name, value in values.items())
 
