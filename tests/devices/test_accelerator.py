@@ -15,6 +15,7 @@ from torch import nn
 from torch.export import Dim
 
 from tests.support.accelerators import ACCELERATOR, on_accelerator, on_every_device, use_own_stream
+from tests.support.sessions import bound_of, live, sessions_of
 from tests.support.setups import different, equal
 from tests.support.storm import Ledger, Seen, content, storm
 from tests.support.tiny import TinyArtifact, WriteWeights, X
@@ -125,10 +126,7 @@ def test_a_swapped_model_equals_one_that_was_loaded(device: str, residency: str,
 @on_accelerator
 def test_addresses_stay_over_a_thousand_swaps(device: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     model = load(tiny.path, weight_file(0), device=device, residency="single")
-    version = model._gate.current
-    assert version is not None
-    bound: Any = version.session.bound[model._member.id]
-    weights = [slot for slot in bound._calls["forward"]._slots if isinstance(slot, torch.Tensor)]
+    weights = [slot for slot in bound_of(model)._calls["forward"]._slots if isinstance(slot, torch.Tensor)]
     before = [tensor.data_ptr() for tensor in weights]
     files = [weight_file(seed) for seed in range(2)]
     x = X.to(device)
@@ -137,7 +135,7 @@ def test_addresses_stay_over_a_thousand_swaps(device: str, tiny: TinyArtifact, w
         if number % 100 < 2:
             assert torch.allclose(model(x).cpu(), TinyArtifact.eager(number % 2, X))
     assert [tensor.data_ptr() for tensor in weights] == before
-    assert version.session.arena.address % 256 == 0
+    assert live(model).session.arena.address % 256 == 0
 
 
 @on_accelerator
@@ -242,7 +240,7 @@ def test_captured_calls_follow_every_swap(
     assert files.correct(model, 1)
     context = model.new_context()
     assert [int(model.count(files.x.to(device), context=context)) for _ in range(3)] == [12, 22, 32]
-    recorded = [session.bound[model._member.id]._captures._captured for session in model._store._residency.sessions]  # type: ignore[attr-defined]
+    recorded = [bound_of(model, session)._captures._captured for session in sessions_of(model)]
     assert all(len(each) >= 2 for each in recorded)
 
 
@@ -479,8 +477,7 @@ def test_a_stream_that_is_not_torch_s_is_in_order_and_may_end(device: str, resid
         with torch.cuda.stream(torch.cuda.ExternalStream(handle, device)):
             found = model(x)
             torch.cuda.current_stream().synchronize()
-        assert model._store.gate.current is not None
-        assert handle not in model._store.gate.current.session.arena._users  # type: ignore[attr-defined]
+        assert handle not in live(model).session.arena._users  # type: ignore[attr-defined]
         assert equal(found, model(x))
         model.swap(files.files[number])
 

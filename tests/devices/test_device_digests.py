@@ -23,6 +23,7 @@ from torch import nn
 
 from tests.devices.test_standin_storm import Served, values_of
 from tests.support.accelerators import on_accelerator
+from tests.support.sessions import sessions_of
 from tests.support.setups import different
 from tests.support.standin import StandIn
 from tests.support.tiny import TinyArtifact, WriteWeights
@@ -314,7 +315,7 @@ def test_a_bit_that_flips_during_the_copy_is_detected(
     """A host that hashes the bytes that it has read cannot detect it."""
     model = served(tiny, device, residency)
     model.model.swap(weight_file(0))
-    slot = model.model._store._residency.sessions[0].arena.layout.slots["bias"]
+    slot = sessions_of(model.model)[0].arena.layout.slots["bias"]
 
     def turning(memory: bytearray, blocks: BlockTable) -> Inspected:
         memory[slot.offset] ^= 4

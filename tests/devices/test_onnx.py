@@ -15,6 +15,7 @@ from torch.export import Dim
 from tests.support.accelerators import ACCELERATOR, moved, on_accelerator, use_own_stream
 from tests.support.models import Counter, Everything, Nested
 from tests.support.packages import needs
+from tests.support.sessions import bound_of
 from tests.support.setups import different
 from tests.support.storm import storm
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
@@ -195,7 +196,7 @@ def test_the_device_is_waited_for_before_a_call_and_before_its_memory_is_given_b
     monkeypatch.setattr(torch_engine, "TorchEngine", OnTheHost)
     monkeypatch.setattr(OnTheHost, "host", Host())
     found = served(Kinds(), (torch.ones(2, 3), torch.ones(2, 3) > 0, 4), tmp_path, "cpu", dynamic_shapes=SHAPES)
-    log, bound = OnTheHost.host.log, found._gate.current.session.bound[0]  # type: ignore[union-attr]
+    log, bound = OnTheHost.host.log, bound_of(found)
     call: OnnxCall = bound._calls["forward"]  # type: ignore[attr-defined]
     opened = call._graph.session
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.accelerators import ACCELERATOR, on_accelerator, use_own_stream
+from tests.support.sessions import bound_of, sessions_of
 from tests.support.slow_streams import EMULATED, NumberFiles, keep_busy, number, slow_copies
 from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
@@ -259,6 +260,6 @@ def test_addresses_stay_over_a_thousand_swaps_under_captured_calls(
 
 def addresses(model: Model) -> list[int]:
     """Return the addresses of the weights that each session's calls read."""
-    bound = [session.bound[model._member.id] for session in model._store._residency.sessions]  # type: ignore[attr-defined]
+    bound = [bound_of(model, session) for session in sessions_of(model)]
     slots = [slot for each in bound for slot in each._calls["forward"]._slots]
     return [slot.data_ptr() for slot in slots if isinstance(slot, torch.Tensor)]

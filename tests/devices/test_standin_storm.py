@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.sessions import sessions_of
 from tests.support.standin import Broken, Memory, StandIn
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import Artifact, DeviceError, Model, ModelFailed, OutOfMemory
@@ -102,7 +103,7 @@ class Served:
         return found
 
     def weights(self, content: bytes | bytearray) -> dict[str, bytes]:
-        slots = self.model._store._residency.sessions[0].arena.layout.slots
+        slots = sessions_of(self.model)[0].arena.layout.slots
         return {name: bytes(content[slot.offset : slot.offset + slot.nbytes]) for name, slot in slots.items()}
 
 
@@ -184,11 +185,11 @@ def test_each_call_gives_one_generation(
 def test_addresses_stay(residency: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     served = Served(tiny, residency, "auto", StandIn(0), None)
     served.model.swap(weight_file(0))
-    sessions = served.model._store._residency.sessions
+    sessions = sessions_of(served.model)
     addresses = [session.arena.address for session in sessions]
     for number in range(40):
         served.model.swap(weight_file(number % 3))
-    assert [session.arena.address for session in served.model._store._residency.sessions] == addresses
+    assert [session.arena.address for session in sessions_of(served.model)] == addresses
 
 
 def test_an_exchange_asks_the_device_for_nothing(
@@ -318,7 +319,7 @@ def test_a_device_that_fails_in_a_commit_in_place_leaves_a_model_that_a_swap_rev
     served = Served(tiny, "single", "device", device, "host")
     for seed in range(2):
         served.model.swap(weight_file(seed))
-    arena = served.model._store._residency.sessions[0].arena
+    arena = sessions_of(served.model)[0].arena
     staged = served.model.stage(weight_file(2))
 
     def broken(*args: object) -> None:

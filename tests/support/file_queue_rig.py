@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.tiny import TinyArtifact
@@ -38,6 +39,7 @@ class FileQueueRig:
         self.reports: list[tuple[str, str]] = []
         self.errors: dict[str, list[BaseException]] = {}  # raised instead of the next swaps of a file
         self.unlisted = False
+        self.altered: Callable[[list[Entry]], list[Entry]] = lambda entries: entries  # of each listing
         self.stopped = False
         folder.mkdir()
         self.follow("newest")
@@ -50,7 +52,7 @@ class FileQueueRig:
         if self.unlisted:
             self.outages = 1
             raise WeightFileError("unreachable")
-        return open_directory(self.folder)()
+        return self.altered(list(open_directory(self.folder)()))
 
     def check(self) -> None:
         if self.stopped:

@@ -16,10 +16,8 @@ from tests.support.blocks import make_blocks_small
 from tests.support.loading import Fused
 from tests.support.rows import deltas_between
 from weightswap_exporter import MethodSpec, export, pack
-from weightswap_runtime import Artifact, Model, WeightFile
+from weightswap_runtime import Artifact, WeightFile
 from weightswap_runtime.format.safetensors import weights_id
-from weightswap_runtime.live.gate import Version
-from weightswap_runtime.live.session import Session
 
 SMALL = 64
 Origin = tuple[int, ...]  # the set of each weight, in the order of the artifact's table
@@ -137,20 +135,3 @@ def memory_of(tensor: torch.Tensor) -> bytes:
     """Return a dense tensor's bytes in the order of its memory."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.numpy().tobytes()
-
-
-def live(model: Model) -> Version[Session]:
-    """Return the version that new calls get."""
-    current = model._gate.current
-    assert current is not None
-    return current
-
-
-def live_bytes(model: Model) -> dict[str, bytes]:
-    """Return every weight's bytes in the served arena."""
-    arena = live(model).session.arena
-    return {name: bytes(arena.view(name)) for name in arena.layout.slots}
-
-
-def addresses(model: Model) -> list[int]:
-    return [session.arena.address for session in model._store._residency.sessions]

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.accelerators import on_every_device
 from tests.support.arriving import arriving
+from tests.support.sessions import bound_of
 from tests.support.setups import equal
 from tests.zoo.conftest import Exported, Shelf
 from tests.zoo.entries import BY_NAME, Entry, named_tensors, randomised, save_pickled, save_pretrained
@@ -36,9 +37,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_the_reader_makes_of_a_graph_what_torch_does(exported: Exported, tmp_path: Path) -> None:
     entry, artifact = exported.entry, exported.hollow
     served = load(artifact, swappable(entry, randomised(entry, 3), artifact, tmp_path / "v3"))
-    version = served._gate.current
-    assert version is not None
-    bound: Any = version.session.bound[0]
+    bound = bound_of(served)
     ours = bound._calls["forward"]
     theirs = open_program(artifact, artifact.manifest.methods["forward"].graph).graph_module
     for sizes in entry.sizes:

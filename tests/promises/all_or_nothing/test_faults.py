@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from tests.support.faults import Fault, after, each_call, failing, raises
-from tests.support.varied import Origin, RichFiles, X, addresses, live_bytes, small_blocks
+from tests.support.sessions import addresses, live_bytes
+from tests.support.varied import Origin, RichFiles, X, small_blocks
 from weightswap_exporter import MethodSpec, export
 from weightswap_runtime import (
     Model,

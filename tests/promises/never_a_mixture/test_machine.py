@@ -19,7 +19,8 @@ from hypothesis.stateful import (
 )
 
 from tests.support.machines import run_in_any_order
-from tests.support.varied import Origin, RichFiles, X, addresses, live, live_bytes, small_blocks
+from tests.support.sessions import addresses, live, live_bytes
+from tests.support.varied import Origin, RichFiles, X, small_blocks
 from weightswap_runtime import (
     BaseMismatch,
     DigestMismatch,

@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.support.accelerators import moved, on_every_device
 from tests.support.damage import damaged
+from tests.support.sessions import live_bytes
 from tests.support.storm import storm
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
@@ -94,11 +95,7 @@ def changed(values: dict[str, torch.Tensor], random: np.random.Generator, count:
 
 def serves(model: Model, values: dict[str, torch.Tensor]) -> bool:
     """Return whether every byte of the served weights is that of the values."""
-    current = model._store.gate.current
-    assert current is not None
-    arena = current.session.arena
-    slots = arena.layout.slots
-    return all(bytes(arena.fetch(*slots[name])) == value.numpy().tobytes() for name, value in values.items())
+    return live_bytes(model) == {name: value.numpy().tobytes() for name, value in values.items()}
 
 
 class Beside:

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.sessions import live_bytes
 from tests.support.setups import equal
-from tests.support.varied import Origin, RichFiles, X, live_bytes, small_blocks
+from tests.support.varied import Origin, RichFiles, X, small_blocks
 from weightswap_exporter import export, pack
 from weightswap_runtime import Model, UnexpectedWeights, load
 

@@ -18,9 +18,10 @@ from tests.promises.no_reload.test_cold_warm import WAYS, Seen, Way
 from tests.support import warm
 from tests.support.aoti import Residency, near, opened
 from tests.support.compiled import SIZES, WORDS, Mixtures, needs_compiler, sample
+from tests.support.sessions import addresses
 from tests.support.setups import equal
 from tests.support.storm import Ledger, content, storm
-from tests.support.varied import RichFiles, X, addresses
+from tests.support.varied import RichFiles, X
 from weightswap_exporter import export, pack
 from weightswap_runtime import InputMismatch, load
 from weightswap_runtime.engines import aoti as aoti_library

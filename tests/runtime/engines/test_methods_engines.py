@@ -20,6 +20,7 @@ from tests.runtime.live.test_variants import WIDTH, Tuned, X
 from tests.support.accelerators import on_every_device
 from tests.support.compiled import needs_compiler
 from tests.support.decoding import ENGINES, ROW, ROWS, Caller, Files, near
+from tests.support.sessions import live
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_exporter.engines.compiling import with_files
 from weightswap_runtime import InputMismatch, Unsupported, load
@@ -72,7 +73,7 @@ def test_the_prologue_runs_once_for_each_staging(files: Files, residency: Any) -
         expected = [model.prefill(ROWS) for model in map(deepcopy, files.models)]
     for prologue in (True, False):
         call = Caller(files.load(residency=residency, prologue=prologue, keep_previous="host"))
-        assert {bound.has_prologue for bound in call.model._gate.current.session.bound.values()} == {prologue}
+        assert {bound.has_prologue for bound in live(call.model).session.bound.values()} == {prologue}
         near(call("prefill", ROWS), expected[0])
         with call.model.stage(files.weights[1]) as staged:
             staged.commit()

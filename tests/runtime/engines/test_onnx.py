@@ -23,6 +23,7 @@ from torch.export import Dim
 from tests.support.forged import replace_file
 from tests.support.forks import in_a_child
 from tests.support.models import Counter, Everything, Nested
+from tests.support.sessions import bound_of
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_exporter.engines.compiling import with_files
 from weightswap_exporter.parity import compare
@@ -495,10 +496,7 @@ def test_operators_without_a_kernel_are_reported(scaled: Model) -> None:
 
 
 def test_bindings_are_made_once_for_each_thread(scaled: Model, tmp_path: Path) -> None:
-    version = scaled._gate.current
-    assert version is not None
-    bound: Any = version.session.bound[0]
-    call = bound._calls["forward"]
+    call = bound_of(scaled)._calls["forward"]
     (binding,) = call._pool
     for _ in range(20):
         scaled(X)

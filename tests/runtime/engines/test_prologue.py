@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.support.sessions import bound_of
 from tests.support.setups import different, equal
 from tests.support.varied import RichFiles
 from tests.support.varied import X as RICH_X
@@ -84,9 +85,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 def bound(model: Model) -> BoundTorch:
-    version = model._gate.current
-    assert version is not None
-    found = version.session.bound[model._member.id]
+    found = bound_of(model)
     assert isinstance(found, BoundTorch)
     return found
 

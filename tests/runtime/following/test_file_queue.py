@@ -75,17 +75,15 @@ def away(rig: FileQueueRig) -> None:
 
 
 def empty(rig: FileQueueRig) -> None:
-    rig.file_queue._list = list
+    rig.altered = lambda entries: []
 
 
 def cut_short(rig: FileQueueRig) -> None:
-    entries = [entry for entry in rig._list() if entry.name != "v2.safetensors"]
-    rig.file_queue._list = lambda: entries
+    rig.altered = lambda entries: [entry for entry in entries if entry.name != "v2.safetensors"]
 
 
 def without_status(rig: FileQueueRig) -> None:
-    entries = [entry._replace(fingerprint=UNKNOWN, modified=0.0) for entry in rig._list()]
-    rig.file_queue._list = lambda: entries
+    rig.altered = lambda entries: [entry._replace(fingerprint=UNKNOWN, modified=0.0) for entry in entries]
 
 
 @pytest.mark.parametrize("flicker", [away, empty, cut_short, without_status])
@@ -100,11 +98,11 @@ def test_after_a_flicker_nothing_is_taken_again(
     rig.poll()
     rig.model.rollback(by="operator")
     told = list(rig.reports)
-    listing = rig.file_queue._list
+    listed = rig.altered
     flicker(rig)
     for _ in range(polls):
         rig.poll()
-    rig.file_queue._list, rig.unlisted = listing, False
+    rig.altered, rig.unlisted = listed, False
     for _ in range(3):
         rig.poll()
     assert (rig.attempts, serves(rig.model, 1)) == (["v0", "v1", "v2"], True)
@@ -140,11 +138,11 @@ def test_files_that_have_gone_are_remembered_up_to_a_number(rig: FileQueueRig, m
 def test_a_new_file_of_which_nothing_is_known_is_left_for_the_next_poll(rig: FileQueueRig) -> None:
     rig.poll()
     rig.write("v1", 1)
-    entries = rig._list()
-    rig.file_queue._list = lambda: [entry._replace(fingerprint=UNKNOWN) for entry in entries]
+    listed = rig.altered
+    rig.altered = lambda entries: [entry._replace(fingerprint=UNKNOWN) for entry in entries]
     rig.poll()
     assert rig.attempts == []
-    rig.file_queue._list = rig._list
+    rig.altered = listed
     rig.poll()
     assert rig.committed == ["v1"]
 

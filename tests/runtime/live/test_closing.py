@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.sessions import sessions_of
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import Event, Model, ModelClosed, StageCancelled, StageClosed, Watcher, load
 from weightswap_runtime.engines.torch_cpu import BoundTorch
@@ -121,7 +122,7 @@ def test_a_callback_may_close_its_model(model: Model, weight_file: WriteWeights,
 
 def memories(model: Model) -> list[weakref.ref[object]]:
     """Return weak references to the arenas' memory, which dies with the last view of it."""
-    return [weakref.ref(session.arena.memory) for session in model._store._residency.sessions]  # type: ignore[attr-defined]
+    return [weakref.ref(session.arena.memory) for session in sessions_of(model)]  # type: ignore[attr-defined]
 
 
 def freed(found: list[weakref.ref[object]]) -> bool:

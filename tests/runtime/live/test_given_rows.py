@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.support.recommender import ITEMS, USERS, Recommender, sparse_optimizers, train
+from tests.support.sessions import live
 from tests.support.tiny import TinyArtifact
 from weightswap_exporter import RowTracker, export, pack, publish
 from weightswap_runtime import (
@@ -272,9 +273,7 @@ def test_nonfinite_values_are_counted_from_the_rows(artifact: Artifact, residenc
         assert served.swap(model, rows={"items.weight": [3, 9]}).nonfinite["items.weight"].nan == 32
         model.items.weight[9] = 0
         assert served.swap(model, rows={"items.weight": [9]}).nonfinite == {}
-        current = served._store.gate.current
-        assert current is not None
-        assert current.identity.nonfinite["items.weight"].nan == 16
+        assert live(served).identity.nonfinite["items.weight"].nan == 16
 
 
 def test_a_server_that_requires_signatures_refuses_rows(artifact: Artifact) -> None:

@@ -22,6 +22,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.forks import in_a_child
+from tests.support.sessions import live
 from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import (
     Event,
@@ -100,8 +101,7 @@ def test_labels_of_the_weights_are_bounded(tiny: TinyArtifact, weight_file: Writ
     model = load(tiny.path, weight_file(1))
     ModelCollector(model, "digits", scrape.registry)
     labels = {f"k {number:03}": 'a "quoted"\ntext' for number in range(99)} | {"": "x" * 999, "a.b": "1", "a-b": "2"}
-    assert model._gate.current is not None
-    current = model._gate.current
+    current = live(model)
     model._gate.exchange(type(current)(current.session, 1, Identity("0" * 64, {}, labels)))
     ((_, pairs),) = [key for key in scrape.samples() if key[0] == "weightswap_model_info"]
     shown = {name: text for name, text in pairs if name.startswith("label_")}

@@ -21,6 +21,7 @@ import torch
 
 from tests.support.damage import damaged
 from tests.support.ranks import X, on_ranks, split_artifact, values, whole, write_set
+from tests.support.sessions import bound_of
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import Model, Ranks, load, write_delta
 from weightswap_runtime.errors import (
@@ -499,8 +500,7 @@ def test_a_call_that_fails_on_one_rank_alone_loses_the_ranks(files: Files, monke
         model = load(files.artifact, files.sets[1], ranks=ranks)
         if ranks.rank == 0:
             return caught(lambda: model(X))
-        bound = next(iter(model._store.gate.current.session.bound.values()))  # type: ignore[union-attr]
-        monkeypatch.setattr(bound, "run", _no_memory)
+        monkeypatch.setattr(bound_of(model), "run", _no_memory)
         return caught(lambda: model(X))
 
     one, other = on_ranks(2, run, timeout=0.5)

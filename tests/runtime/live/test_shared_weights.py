@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.support.models import Counter
 from tests.support.refusals import because
+from tests.support.sessions import sessions_of
 from tests.support.setups import different
 from tests.support.storm import Ledger, content, storm
 from weightswap_exporter import export, pack
@@ -194,7 +195,7 @@ def test_models_that_are_dropped_or_fail_to_load_leave_nothing(
             load(second, tmp_path / "none.safetensors", share=one)
     gc.collect()
     assert len(one._store._members) == 1
-    assert [len(session.bound) for session in one._store._residency.sessions] == [1, 1]
+    assert [len(session.bound) for session in sessions_of(one)] == [1, 1]
     one.swap(files[1])
     other = load(second, share=one)
     assert serve(one, other, 1)

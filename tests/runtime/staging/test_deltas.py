@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tests.support.blocks import make_blocks_small, save
 from tests.support.refusals import because
 from tests.support.rows import prefer_rows
+from tests.support.sessions import sessions_of
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, X, serves
 from weightswap_runtime import (
     BaseMismatch,
@@ -164,7 +165,7 @@ def test_a_chain_costs_what_it_changes(tiny: TinyArtifact, tmp_path: Path, monke
         written = write_delta(files[step - 1], files[step], tmp_path / "d.safetensors")
         receipt = model.swap(written.path)
         assert receipt.bytes_read == written.nbytes + 16 * len(written.changed)
-    assert copied == [load(tiny.path)._store._residency.sessions[0].arena.layout.nbytes, 16, 16, 16]
+    assert copied == [sessions_of(load(tiny.path))[0].arena.layout.nbytes, 16, 16, 16]
 
 
 def test_in_single_residency_only_what_changes_is_copied(tiny: TinyArtifact, tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.support import varied
+from tests.support.sessions import live, live_bytes
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from tests.support.varied import Origin, Rich, RichFiles, small_blocks
-from weightswap_runtime import Event, Model, NonFiniteWeights, Unsupported, load, write_delta
+from weightswap_runtime import Event, NonFiniteWeights, Unsupported, load, write_delta
 from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.format import identity as nonfinite
 from weightswap_runtime.format.identity import Counts, Nonfinite, count_nonfinite, identify, newly_nonfinite
@@ -117,18 +118,13 @@ def poked(tiny: TinyArtifact, path: Path, seed: int, *pokes: tuple[str, float]) 
     return tiny.write(path, values)
 
 
-def bits(model: Model) -> list[bytes]:
-    session = model._gate.current.session  # type: ignore[union-attr]
-    return [bytes(session.arena.fetch(*slot)) for slot in session.arena.layout.slots.values()]
-
-
 @pytest.mark.parametrize("way", ["full", "part", "delta", "staged"])
 def test_nonfinite_weights_are_reported_or_refused(
     way: str, residency: str, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
 ) -> None:
     events: list[Event] = []
     model = load(tiny.path, weight_file(0), residency=residency, on_event=events.append)
-    before = bits(model)
+    before = live_bytes(model)
     path = poked(tiny, tmp_path / "bad.safetensors", 1, ("weight", NAN), ("bias", INF))
     if way == "delta":
         path = write_delta(weight_file(0), path, tmp_path / "delta.safetensors").path
@@ -138,7 +134,7 @@ def test_nonfinite_weights_are_reported_or_refused(
     assert refused.value.problems == ("bias: 1 infinite of 5 values", "weight: 1 NaN of 15 values")
     assert "allow_nonfinite=True" in str(refused.value)
     assert pickle.loads(pickle.dumps(refused.value.problems)) == refused.value.problems
-    assert (serves(model, 0), bits(model), model.generation) == (True, before, 0)
+    assert (serves(model, 0), live_bytes(model), model.generation) == (True, before, 0)
     assert (events[-1].kind, type(events[-1].error)) == ("refused", NonFiniteWeights)
     with pytest.raises(NonFiniteWeights, match=r"1 problem\n.*weight: 1 NaN"):
         model.swap(path, only=only, allow_nonfinite="b*")
@@ -287,7 +283,7 @@ def test_the_counts_follow_every_kind_of_swap(seed: int, residency: str, spoiled
                 origin, before = files.whole(new), origin
                 receipt = model.swap(files.checkpoints[new] if kind == "checkpoint" else files.full[new])
             now, then = numbers(files, origin), numbers(files, before)
-            assert dict(model._gate.current.identity.nonfinite) == now  # type: ignore[union-attr]
+            assert dict(live(model).identity.nonfinite) == now
             none = Counts(0, 0)
             alarms = [n for n, c in now.items() if any(a and not b for a, b in zip(c, then.get(n, none), strict=True))]
             assert sorted(receipt.nonfinite) == sorted(alarms)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.sessions import live
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_exporter import export
 from weightswap_runtime import DigestMismatch, KeptFiles, Unsupported, WeightFileError, load
@@ -119,7 +120,7 @@ def test_a_full_disk_changes_nothing(tiny: TinyArtifact, tmp_path: Path, monkeyp
 def test_memory_that_changed_is_not_kept(tiny: TinyArtifact, tmp_path: Path) -> None:
     """A file whose weights are not those that were verified would be served after a restart."""
     model = load(tiny.path, tiny.values(1))
-    arena = model._store.gate.current.session.arena  # type: ignore[union-attr]
+    arena = live(model).session.arena
     arena.write(0, memoryview(bytearray(b"\7")))
     kept = model.keep(tmp_path)
     until(lambda: kept.last_error is not None)
