@@ -236,7 +236,7 @@ class Protocol(RuleBasedStateMachine):
         self._folder.cleanup()
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_any_order(examples: int) -> None:
     run_in_any_order(Protocol, examples, 25)
 

@@ -282,4 +282,4 @@ def test_the_desired_state_is_the_last_one_written(tiny: TinyArtifact, follower:
 @both
 @pytest.mark.slow
 def test_what_is_desired_in_a_long_run(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
-    run_in_any_order(Machine, 500 if follower is Process else 50, 50, tiny=tiny, follower=follower)
+    run_in_any_order(Machine, 250 if follower is Process else 25, 50, tiny=tiny, follower=follower)
