@@ -35,6 +35,7 @@ class WorkerThreads:
     def _start(self) -> None:
         self._pool = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="weightswap")
         self._process = os.getpid()
+        _pools.add(self._pool)
 
     def run_all(
         self, function: Callable[[T], None], items: Iterable[T], stop: Callable[[], None] = lambda: None
@@ -158,6 +159,7 @@ class Work(Protocol):
 
 
 _known: weakref.WeakSet[Work] = weakref.WeakSet()
+_pools: weakref.WeakSet[ThreadPoolExecutor] = weakref.WeakSet()
 _ending = False
 
 
@@ -170,6 +172,8 @@ def _end() -> None:
     deadline = time.monotonic() + PATIENCE
     for work in works:
         work.join(max(0.0, deadline - time.monotonic()))
+    for pool in list(_pools):
+        pool.shutdown(wait=False)  # also ends a thread of which the pool does not know, as its start was interrupted
 
 
 # functions of atexit run only after threads were joined

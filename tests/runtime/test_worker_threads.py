@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import weakref
 
 import pytest
 
+from tests.support import warm
 from weightswap_runtime.threads import WorkerThreads, forget_frames
 
 
@@ -42,3 +44,20 @@ def test_an_error_of_any_thread_keeps_nothing_of_the_batch(in_the_pool: bool) ->
     del items, caught
     forget_frames(error)  # as a caller that keeps an error does; frames of unfinished threads are left
     assert not left
+
+
+def test_an_interrupt_while_a_thread_of_the_pool_starts_keeps_no_interpreter() -> None:
+    script = (
+        "import threading, time\nfrom weightswap_runtime.threads import WorkerThreads\n"
+        "start = threading.Thread.start\n"
+        "def start_and_interrupt(thread):\n"
+        "    start(thread)\n"
+        "    if threading.current_thread() is threading.main_thread():\n"
+        "        raise KeyboardInterrupt\n"
+        "threading.Thread.start = start_and_interrupt\n"
+        "workers = WorkerThreads(2)\n"
+        "try:\n    workers.run_all(lambda _: time.sleep(0.2), range(4))\n"
+        "except KeyboardInterrupt:\n    pass\n"
+    )
+    done = subprocess.run([warm.python(), "-e", "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
