@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import time
@@ -131,6 +132,26 @@ def test_a_killed_owner_is_replaced(fleet: Fleet) -> None:
     fleet.desire(_another_seed(fleet))
     assert fleet.infer()[1] == generation + 1
     assert set(workers) <= set(fleet.children)
+
+
+def test_what_cannot_start_is_started_later(fleet: Fleet) -> None:
+    manager, killed = fleet.process.pid, fleet.children
+
+    def opened() -> int:
+        return len(list(Path(f"/proc/{manager}/fd").iterdir()))
+
+    descriptors = opened()
+    before = resource.prlimit(manager, resource.RLIMIT_NOFILE)
+    resource.prlimit(manager, resource.RLIMIT_NOFILE, (3, before[1]))  # it can open no more
+    try:
+        for child in killed:
+            os.kill(child, signal.SIGKILL)
+        eventually(lambda: (fleet.folder / "log").read_text().count("did not start") > len(killed))
+    finally:
+        resource.prlimit(manager, resource.RLIMIT_NOFILE, before)
+    eventually(lambda: len(fleet.children) == len(killed))
+    fleet.desire(_another_seed(fleet))
+    eventually(lambda: opened() == descriptors)
 
 
 def _another_seed(fleet: Fleet) -> int:

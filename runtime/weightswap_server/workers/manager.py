@@ -229,13 +229,16 @@ class Child:
         pause = _FIRST_PAUSE
         while not self._ending.is_set():
             began = time.monotonic()
-            code = await self._run()
+            try:
+                ended = f"exited with {await self._run()}"
+            except OSError as error:  # too many open files or processes: perhaps not for long
+                ended = f"did not start ({error})"
             if self._ending.is_set():
                 return
             if not self._ready.done():
-                raise ChildFailed(self._failure or f"{self._name} exited with {code} before it was ready")
+                raise ChildFailed(self._failure or f"{self._name} {ended} before it was ready")
             why = f": {self._failure}" if self._failure else ""
-            log.warning("%s exited with %d%s; starting another", self._name, code, why)
+            log.warning("%s %s%s; starting another", self._name, ended, why)
             pause = _FIRST_PAUSE if time.monotonic() - began > _HEALTHY else min(2 * pause, _LONGEST_PAUSE)
             await asyncio.sleep(pause)
 
@@ -245,6 +248,7 @@ class Child:
 
     async def _run(self) -> int:
         """Run one process to its end, and return its exit code."""
+        self._failure, self._reported = "", None
         with self._dispatcher.handover() if self._dispatcher is not None else nullcontext() as self._handover:
             process, ours = await self._start()
             self.status = self._starting(process.pid)
@@ -272,15 +276,18 @@ class Child:
             self._task = msgspec.structs.replace(self._task, handover=self._handover.descriptors)
             passed += self._handover.descriptors
         command = [sys.executable, "-P", "-m", "weightswap_server.workers.child_main", str(theirs.fileno())]
-        self._failure, self._reported = "", None
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                pass_fds=[theirs.fileno(), *passed],
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-                env=environment(self._task),
-            )
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    pass_fds=[theirs.fileno(), *passed],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=environment(self._task),
+                )
+            except OSError:
+                ours.close()
+                raise
         return self._process, ours
 
     async def _kill_if_silent(self, process: asyncio.subprocess.Process) -> None:
