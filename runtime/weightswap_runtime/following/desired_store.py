@@ -363,13 +363,14 @@ class DesiredStore:
 
 
 @contextmanager
-def unchanging(desired_store: DesiredStore) -> Iterator[DesiredState]:
+def unchanging(desired_store: DesiredStore, patience: float | None = None) -> Iterator[DesiredState]:
     """Yield the state, which nobody changes in the block: for who removes files that it does not name.
 
-    Writers wait meanwhile. A remote document has no lock, and may change. Raises DesiredError.
+    Writers wait meanwhile. A remote document has no lock, and may change. patience: seconds for a writer before; None:
+    as long as writers wait. Raises DesiredError.
     """
     storage = desired_store._storage
-    with storage.locked() if isinstance(storage, LocalStorage) else nullcontext():
+    with storage.locked(patience) if isinstance(storage, LocalStorage) else nullcontext():
         yield desired_store.read()
 
 

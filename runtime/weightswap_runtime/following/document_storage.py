@@ -88,8 +88,11 @@ class LocalStorage:
         return True
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the document for the block. Raises OSError, and DesiredError, also for a link to a document."""
+    def locked(self, patience: float | None = None) -> Iterator[None]:
+        """Lock the document for the block. patience: seconds for another writer; None: PATIENCE.
+
+        Raises OSError, and DesiredError, also for a link to a document.
+        """
         if self._path.is_symlink():  # each folder with such a link would have a lock of its own
             text = (
                 f"{self._path}: is a link, and only read; write to the folder of the document: {self._path.readlink()}"
@@ -97,19 +100,19 @@ class LocalStorage:
             raise DesiredError(text)
         fd = self._open_lock()
         try:
-            self._lock(fd)
+            self._lock(fd, PATIENCE if patience is None else patience)
             yield
         finally:
             os.close(fd)  # ends the lock, as the death of the process would
 
-    def _lock(self, fd: int) -> None:
-        deadline = time.monotonic() + PATIENCE
+    def _lock(self, fd: int, patience: float) -> None:
+        deadline = time.monotonic() + patience
         while True:
             try:
                 return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
-                    text = f"{self._path}: another process has held {LOCK} for {PATIENCE} s; check that process"
+                    text = f"{self._path}: another process has held {LOCK} for {patience} s; check that process"
                     raise DesiredError(text) from error
             time.sleep(_POLL)
 

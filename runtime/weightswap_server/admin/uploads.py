@@ -45,6 +45,7 @@ from .operations import ModelOperations
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors(?:\.sig)?")
 _PIECE = 4 << 20  # bytes that are written at once
 _SPARE = 64 << 20  # bytes to leave free in the file system
+_LOCK_PATIENCE = 0.5  # seconds for a writer of a desired store, since requests for all models wait meanwhile
 
 
 class UploadDirectory:
@@ -223,7 +224,9 @@ def _unchanging(stores: Collection[DesiredStore]) -> Iterator[dict[str, DesiredS
         raise DesiredError(f"{', '.join(remote)}: has no lock, and could name an upload while it is removed")
     folders = {_folder(store): store for store in stores}
     with ExitStack() as stack:
-        yield {folder: stack.enter_context(unchanging(store)) for folder, store in sorted(folders.items())}
+        yield {
+            folder: stack.enter_context(unchanging(store, _LOCK_PATIENCE)) for folder, store in sorted(folders.items())
+        }
 
 
 def _folder(store: DesiredStore) -> str:
