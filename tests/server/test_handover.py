@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 from collections import Counter
@@ -271,3 +272,10 @@ def test_workers_answer_alike_whoever_is_stopped_or_killed(tmp_path: Path) -> No
         eventually(lambda: all(each["ready"] for each in server.processes))
         found = clients.ask(clients.connect(3))  # all are for the new worker, which has none
         assert max(found.values()) == 3 * REQUESTS, found
+        new = max(found, key=lambda pid: found[pid])
+        before = resource.prlimit(new, resource.RLIMIT_NOFILE)
+        resource.prlimit(new, resource.RLIMIT_NOFILE, (3, before[1]))  # it has the fewest, and can open no more
+        found = clients.ask(clients.connect(6))
+        assert found[new] == 0, found
+        resource.prlimit(new, resource.RLIMIT_NOFILE, before)
+        eventually(lambda: clients.ask(clients.connect(1))[new] > 0)

@@ -215,8 +215,14 @@ class Handed:
     def _take(self) -> None:
         for _ in range(_AT_ONCE):
             try:
+                os.close(os.dup(self._channel.fileno()))  # without a free descriptor, the kernel would close what comes
                 connection = _receive(self._channel)
             except BlockingIOError:
+                return
+            except OSError as error:
+                log.error("cannot take a connection (%s); trying again in %g s", error, _PAUSE)
+                self._loop.remove_reader(self._channel)
+                self._loop.call_later(_PAUSE, self._resume)
                 return
             except EOFError:  # the manager has ended
                 self._loop.remove_reader(self._channel)
@@ -228,6 +234,10 @@ class Handed:
             task = self._loop.create_task(self._open(connection))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
+
+    def _resume(self) -> None:
+        if not self._ends:
+            self._loop.add_reader(self._channel, self._take)
 
     async def _open(self, connection: socket.socket) -> None:
         protocol = self._new_protocol()
