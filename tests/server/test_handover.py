@@ -179,6 +179,18 @@ def test_what_comes_to_a_worker_that_ends_goes_to_others() -> None:
     asyncio.run(run())
 
 
+def test_what_nobody_has_taken_soon_after_the_end_is_closed() -> None:
+    async def run() -> None:
+        async with managing("a") as manager:
+            manager.workers["a"].handover.ready = True  # takes nothing
+            waiting = asyncio.ensure_future(manager.counted(3))
+            await asyncio.sleep(0.05)
+            manager.dispatcher.close()
+            assert await waiting == {"": 3}
+
+    asyncio.run(run())
+
+
 def test_connections_on_their_way_survive_the_workers_process() -> None:
     async def run() -> None:
         async with managing("b") as manager:

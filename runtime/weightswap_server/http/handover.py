@@ -55,14 +55,22 @@ class Dispatcher:
             handover.close()
 
     def close(self) -> None:
-        """Accept no more."""
+        """Accept no more. What no worker takes soon is closed."""
         self._closed = True
         self._loop.remove_reader(self._listener)
         for timer in (self._pause, self._next_check):
             if timer is not None:
                 timer.cancel()
-        for connection in self._returned:
-            connection.close()
+        self._close_returned()
+        self._loop.call_later(_PATIENCE, self._give_up)
+
+    def _give_up(self) -> None:
+        for worker in self._workers:
+            self._take_back(worker)
+
+    def _close_returned(self) -> None:
+        while self._returned:
+            self._returned.popleft().close()
 
     def _dispatch(self) -> None:
         """Hand over what has been taken back, and what has come."""
@@ -106,7 +114,9 @@ class Dispatcher:
 
     def _take_back(self, worker: Handover) -> None:
         self._returned += worker.take_back()
-        if self._returned and self._pause is None and not self._closed:
+        if self._closed:
+            self._close_returned()
+        elif self._returned and self._pause is None:
             self._wait(0)
 
     def _wait(self, seconds: float) -> None:
