@@ -35,6 +35,7 @@ from weightswap_runtime.format.weight_set import (
     INDEX_SUFFIX,
     SUFFIX,
     StoredTensor,
+    check_no_adapter,
     lost_index,
     open_weights,
     peft_alone,
@@ -201,6 +202,7 @@ def _folder_opener(path: Path) -> _Opener:
         return _safetensors
     for name in _PICKLED_NAMES:
         if name in names:
+            check_no_adapter(path, names, name)
             return lambda folder, choice: _opener(folder / name)(folder / name, choice)
     if lost := lost_index([name for name in names if name.endswith(".bin")]):
         raise CheckpointError(f"{path}: {lost}")

@@ -24,10 +24,9 @@ from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.tensors import describe
 
 from .manifest import NamedTensor
-from .weight_set import SUFFIX, StoredTensor
+from .weight_set import PEFT_CONFIG_NAME, SUFFIX, StoredTensor
 
 T = TypeVar("T")
-CONFIG_NAME = "adapter_config.json"
 _WEIGHTS_NAME = "adapter_model.safetensors"
 _MOST_CONFIG = 256 << 10  # bytes
 _PREFIX = "base_model.model."
@@ -57,8 +56,8 @@ def weights_in(location: Location) -> tuple[Location, Location]:
 
 def read_config(folder: Location) -> Config | None:
     """Read the configuration in a directory; None if there is none. Raises WeightFileError and Unsupported."""
-    where = f"{folder / CONFIG_NAME}"
-    raw = read_small(folder / CONFIG_NAME, _MOST_CONFIG)
+    where = f"{folder / PEFT_CONFIG_NAME}"
+    raw = read_small(folder / PEFT_CONFIG_NAME, _MOST_CONFIG)
     if raw is None:
         return None
     try:
@@ -147,12 +146,12 @@ def _untargeted(
     for module, is_linear in linear.items():
         targeted = config.targets(module, linear=is_linear)
         if targeted and module not in present:
-            yield f"{module}: {CONFIG_NAME} targets it, but the file has no tensors for it"
+            yield f"{module}: {PEFT_CONFIG_NAME} targets it, but the file has no tensors for it"
         elif module in present and not targeted:
-            yield f"{module}: the file has tensors for it, but {CONFIG_NAME} does not target it"
+            yield f"{module}: the file has tensors for it, but {PEFT_CONFIG_NAME} does not target it"
     for module in others:  # which of them are linear is not known
         if config.targets(module, linear=False):
-            yield f"{module}: {CONFIG_NAME} targets it, but the graph has no room for it, and the file no tensors"
+            yield f"{module}: {PEFT_CONFIG_NAME} targets it, but the graph has no room for it, and the file no tensors"
 
 
 def _missing_halves(sources: Iterable[RowSource]) -> Iterator[str]:

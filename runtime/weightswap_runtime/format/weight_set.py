@@ -36,7 +36,9 @@ INDEX_SUFFIX = ".safetensors.index.json"
 TORCH_SUFFIXES = (".bin", ".bin.index.json", ".ckpt", ".distcp", ".pt", ".pth", ".pth.tar")
 _SINGLE_NAME = "model.safetensors"  # of transformers' save_pretrained
 _INDEX_NAME = "model" + INDEX_SUFFIX
-_OLD_PEFT_NAME = "adapter_model.bin"  # of PEFT's save_pretrained without safetensors
+PEFT_CONFIG_NAME = "adapter_config.json"  # of PEFT's save_pretrained
+_PEFT_STEM = "adapter_model"
+_OLD_PEFT_NAME = _PEFT_STEM + ".bin"  # of PEFT's save_pretrained without safetensors
 _MOST_OPEN = 32  # shards; a process needs its descriptors for connections, too
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
 # names and metadata that torch.distributed.checkpoint gives to the file of a rank (its _hf_utils.py)
@@ -148,7 +150,9 @@ def open_weights(
     if names is not None:
         if parts := _parts_among(names):
             return _open_parts(location, parts, check, most_header)
-        location /= _choose(location, names)
+        chosen = _choose(location, names)
+        check_no_adapter(location, names, chosen)
+        location /= chosen
     if location.name.endswith(INDEX_SUFFIX):
         return _open_shards(location, check, most_header)
     return FileSet(location, [WeightFile(location, check, most_header)])
@@ -188,7 +192,7 @@ def _remote_names(url: Url, check: Check | None) -> list[str] | None:
         return None
     from weightswap_runtime.sources.urls import list_names  # needs fsspec
 
-    return list_names(url, (_SINGLE_NAME, _INDEX_NAME), check)
+    return list_names(url, (_SINGLE_NAME, _INDEX_NAME, PEFT_CONFIG_NAME), check)
 
 
 def _choose(path: Location, names: Sequence[str]) -> str:
@@ -222,6 +226,16 @@ def _parts_among(names: Sequence[str]) -> list[str]:
     parts = _weight_names(names)
     is_other = any(name == MANIFEST_NAME or name.endswith(INDEX_SUFFIX) for name in names)
     return parts if not is_other and all(map(_PART.fullmatch, parts)) else []
+
+
+def check_no_adapter(path: Location, names: Collection[str], chosen: str) -> None:
+    """Raise WeightFileError if a PEFT adapter is beside the model's weights: transformers would load both."""
+    if PEFT_CONFIG_NAME in names and not chosen.startswith(_PEFT_STEM):
+        raise WeightFileError(
+            f"{path}: holds a PEFT adapter ({PEFT_CONFIG_NAME}) beside {chosen}, and transformers would load both. "
+            "Merge it into the model (model.merge_and_unload()), and save that into another folder; for the model "
+            f"without it, give the path of {chosen}"
+        )
 
 
 def peft_alone(names: Collection[str]) -> str:

@@ -35,9 +35,9 @@ from weightswap_runtime.format.identity import (
     refuse_nonfinite,
 )
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
-from weightswap_runtime.format.peft import CONFIG_NAME, RowSource, match_peft, read_config, weights_in
+from weightswap_runtime.format.peft import RowSource, match_peft, read_config, weights_in
 from weightswap_runtime.format.safetensors import LEAST_HEADER
-from weightswap_runtime.format.weight_set import WeightSet, open_weights
+from weightswap_runtime.format.weight_set import PEFT_CONFIG_NAME, WeightSet, open_weights
 from weightswap_runtime.jobs import Job, fork_safe
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.memory.host import Memory
@@ -333,7 +333,7 @@ def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[RowSou
             problems.append(f"{row.name}: the graph expects {describe(row)}, the file has {describe(stored)}")
     problems += [f"{name}: not in the graph" for name in sorted(tensors.keys() - {r.name for r in rows})]
     if problems:
-        advice = f"A PEFT directory has {CONFIG_NAME}; any other file uses the graph's names."
+        advice = f"A PEFT directory has {PEFT_CONFIG_NAME}; any other file uses the graph's names."
         raise WeightsMismatch(weights.where, problems, advice)
     return [RowSource(row, row.name) for row in rows]
 

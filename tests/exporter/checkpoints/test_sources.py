@@ -299,6 +299,12 @@ BAD: dict[type[Exception], dict[str, tuple[Callable[[State, Path], object], str]
             lambda state, path: saved(path / "c.pt", state).rename(path / "c.safetensors"),
             "c.safetensors: a zip file, like those that torch.save writes, not a safetensors file. Give it a name that",
         ),
+        "an adapter beside a pickled model": (
+            lambda state, path: (
+                written(saved(path / "pytorch_model.bin", state).with_name("adapter_config.json"), b"").parent
+            ),
+            "holds a PEFT adapter (adapter_config.json) beside pytorch_model.bin, and transformers would load both",
+        ),
         "a broken safetensors file": (lambda state, path: written(path / "c.safetensors", b"123"), "too few"),
         "a missing shard": (
             lambda state, path: changed_shards(path / "hf", ".safetensors", Path.unlink),

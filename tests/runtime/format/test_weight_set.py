@@ -212,6 +212,11 @@ def lost(*numbers: int) -> Callable[[Path], None]:
     return write
 
 
+def adapter_beside(folder: Path, name: str) -> None:
+    for each in (name, "adapter_config.json", "adapter_model.safetensors"):
+        (folder / each).touch()
+
+
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (missing_shard, "names the shard model-2.safetensors, which is missing"),
     "truncated shard": (truncated_shard, "model-2.safetensors: the tensors need 40 bytes, the file holds 36"),
@@ -240,6 +245,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "an adapter of old": (
         lambda folder: (folder / "adapter_model.bin").write_bytes(b""),
         "holds adapter_model.bin, a PEFT adapter and not a model's weights. Merge it into the model first",
+    ),
+    "an adapter beside a model": (
+        lambda folder: adapter_beside(folder, "model.safetensors"),
+        "holds a PEFT adapter (adapter_config.json) beside model.safetensors, and transformers would load both",
+    ),
+    "an adapter beside an index": (
+        lambda folder: adapter_beside(folder, INDEX),
+        "for the model without it, give the path of model.safetensors.index.json",
     ),
     "a lost index": (
         lost(1, 2, 3),
