@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.adapters import Adapters, X, base, with_lora
 from weightswap_exporter import export, pack, publish
-from weightswap_runtime import CaptureError, load
+from weightswap_runtime import CaptureError, CheckpointError, Unsupported, load
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +50,27 @@ def test_recorded_goldens_are_of_the_base_alone(
 def test_a_part_of_pefts_tensors_is_refused(pattern: str, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="declare all that PEFT added"):
         export(with_lora(base(0)), (X,), out=tmp_path / "x.artifact", variants={"lora": pattern})
+
+
+def test_an_adapter_that_is_merged_but_still_there_is_refused(files: Adapters, tmp_path: Path) -> None:
+    """Its base has what the adapter adds, and a graph would add it a second time."""
+    tuned = with_lora(base(1), init_lora_weights=False)
+    plain = export(tuned, (X,), out=tmp_path / "plain.artifact")
+    pack(tuned, plain, out=tmp_path / "v1.safetensors")
+    model = load(plain, tmp_path / "v1.safetensors")
+    expected = model(X)
+    tuned.merge_adapter()
+    for artifact in (files.artifact, plain):
+        with pytest.raises(CheckpointError, match=r"adapter is merged into the base.*unmerge_adapter\(\) first"):
+            pack(tuned, artifact, out=tmp_path / "v2.safetensors")
+        with pytest.raises(CheckpointError, match="adapter is merged into the base"):
+            publish(tuned, tmp_path, artifact, step=1).wait()
+    for variants in (None, {"lora": "*lora_*"}):
+        with pytest.raises(CaptureError, match="adapter is merged into the base"):
+            export(tuned, (X,), out=tmp_path / "x.artifact", variants=variants)
+    with pytest.raises(Unsupported, match="adapter is merged into the base"):
+        model.swap(tuned)
+    assert torch.equal(model(X), expected)
+    tuned.unmerge_adapter()
+    model.swap(tuned)
+    assert torch.equal(model(X), tuned(X))

@@ -31,6 +31,7 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.names import Match, Reading, Readings, resolve
+from weightswap_runtime.format.peft import merged_adapter
 from weightswap_runtime.format.weight_set import (
     INDEX_SUFFIX,
     SUFFIX,
@@ -109,9 +110,12 @@ def open_checkpoint(source: Source, choice: Choice = ANYWHERE) -> Iterator[Check
 def from_module(model: nn.Module, where: str | None = None, choice: Choice = ANYWHERE) -> Checkpoint:
     """Return a live module's parameters and persistent buffers, under their FQNs, without a copy.
 
-    Its extra states are only named: its graph has what they were at the export.
+    Its extra states are only named: its graph has what they were at the export. Raises CheckpointError for a merged
+    adapter of PEFT.
     """
     where = where or type(model).__qualname__
+    if problem := merged_adapter(model):
+        raise CheckpointError(f"{where}: {problem}")
     tree = {**ModelView(model).saved, **extra_states(model)}
     return Checkpoint(where, *nested_levels(tree, values_of, where, choice, deep=False), names=True)
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from weightswap_runtime.errors import CaptureError, CheckpointError, ExportError, Unsupported, listed
 from weightswap_runtime.format.manifest import METHOD_NAME, GraphInput, NamedTensor
+from weightswap_runtime.format.peft import merged_adapter
 
 from .tensors import ModelView, is_fake, unwrapped
 
@@ -186,13 +187,11 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _check_layers(model: nn.Module, variable: Collection[str]) -> None:
-    """Raise CaptureError unless each layer of PEFT applies exactly one set of tensors, unmerged and without DoRA.
+    """Raise CaptureError unless each layer of PEFT applies exactly one set of tensors, without DoRA.
 
     All that it adds must be variable: checkpoints of the base lack it.
     """
     for name, layer in _layers(model).items():
-        if layer.merged:
-            raise CaptureError(f"{name}: its variant is merged into the base; call unmerge_adapter() first")
         if layer.disable_adapters or len(layer.active_adapters) != 1:
             raise CaptureError(f"{name}: PEFT applies {len(layer.active_adapters)} sets of its tensors, expected one")
         if getattr(layer, "use_dora", {}).get(layer.active_adapters[0]):
@@ -222,7 +221,9 @@ def unwrapped_layers(model: nn.Module) -> Iterator[Mapping[str, str]]:
 
 
 def find_groups(view: ModelView, declared: Declared | None) -> Groups:
-    """Return the FQNs that match each group's patterns. Raises ExportError."""
+    """Return the FQNs that match each group's patterns. Raises ExportError, and CaptureError for a merged adapter."""
+    if problem := merged_adapter(view.model):
+        raise CaptureError(problem)
     if not declared:
         return NO_GROUPS
     names = [name for name in view.tensors if name in view.parameter_names]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -45,6 +46,18 @@ class RowSource(NamedTuple):
     row: NamedTensor
     key: str | None  # the tensor in the file; None: the row is zeros
     factor: float = 1.0  # by which it is multiplied
+
+
+def merged_adapter(model: Any) -> str:
+    """Return a message if an adapter is merged into a module's base, but still there; otherwise an empty string."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    layers = model.named_modules() if tuners is not None else ()
+    merged = [name for name, layer in layers if isinstance(layer, tuners.BaseTunerLayer) and layer.merged]  # type: ignore[union-attr]
+    if not merged:
+        return ""
+    return (
+        f"{listed(merged)}: PEFT's adapter is merged into the base, to which a graph adds it; unmerge_adapter() first"
+    )
 
 
 def weights_in(location: Location) -> tuple[Location, Location]:
