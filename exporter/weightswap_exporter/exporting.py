@@ -16,7 +16,7 @@ from blake3 import blake3
 from torch import nn
 
 from weightswap_exporter.capture.archive import graph_archive
-from weightswap_exporter.capture.capture import Captured, MethodSpec, capture, training_operators
+from weightswap_exporter.capture.capture import Captured, MethodSpec, capture, scales_in_state, training_operators
 from weightswap_exporter.capture.classify import Tables, classify, overlapping
 from weightswap_exporter.capture.conversion import record_conversion
 from weightswap_exporter.capture.decoders import decoder
@@ -417,6 +417,12 @@ def _doubts(captured: Mapping[str, Captured]) -> Iterator[str]:
         yield (
             f"the exported graph behaves as in training ({', '.join(training)}): call model.eval() before the export "
             "if it is to serve"
+        )
+    if scales := dict.fromkeys(name for method in methods for name in scales_in_state(method)):
+        yield (
+            f"calls observe values and may change {listed(list(scales))}: these are state, and keep what they are now, "
+            "whatever a checkpoint has. To serve a checkpoint's scales, give torch.fake_quantize_per_tensor_affine (or "
+            "per_channel) buffers that no call changes"
         )
     if tensors := dict.fromkeys(path for method in methods for path in method.side_effects.tensors):
         names = listed(list(tensors))

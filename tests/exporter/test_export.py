@@ -21,8 +21,8 @@ from tests import ROOT
 from tests.support import warm
 from tests.support.models import Counter, Does, Everything, Nested, Renamed, Views, doing
 from tests.support.setups import loaded, served
-from weightswap_exporter import MethodSpec, export, skeleton
-from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported
+from weightswap_exporter import MethodSpec, export, pack, skeleton
+from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported, load
 from weightswap_tools.terminal import signature_text
 
 IMAGE = torch.zeros(2, 1, 5, 5)
@@ -145,6 +145,39 @@ def test_an_artifact_is_replaced_and_anything_else_is_not(tmp_path: Path) -> Non
     for name in ("notes", "file"):
         with pytest.raises(ExportError, match="exists and is not an artifact"):
             export(Everything().eval(), (IMAGE,), out=tmp_path / name)
+
+
+class Quantised(nn.Module):
+    """Quantisation-aware training at its end: the observer is off, and the scale is what it was trained to."""
+
+    def __init__(self, scale: float, *, observed: bool) -> None:
+        super().__init__()
+        self.observed = observed
+        zero, off, on = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.ones(1).long()
+        tensors = {
+            "least": torch.zeros(1),
+            "most": torch.tensor([255 * scale]),
+            "scale": torch.tensor([scale]),
+            "zero": zero,
+        }
+        for name, tensor in {**tensors, "off": off, "on": on}.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.observed:
+            return torch.fake_quantize_per_tensor_affine(x, self.scale, self.zero, 0, 255)
+        observer = self.off, self.on, self.least, self.most, self.scale, self.zero
+        return torch.fused_moving_avg_obs_fake_quant(x, *observer, 0.01, 0, 255, -1)
+
+
+def test_scales_that_an_observer_may_change_are_named(tmp_path: Path) -> None:
+    x, trained = torch.rand(4), Quantised(0.25, observed=True)
+    with pytest.warns(UserWarning, match=r"may change scale: these are state.*fake_quantize_per_tensor_affine"):
+        artifact = export(Quantised(0.125, observed=True), (x,), out=tmp_path / "observed.artifact")
+    assert "scale" in pack(trained, artifact, out=tmp_path / "v1.safetensors").ignored
+    advised = export(Quantised(0.125, observed=False), (x,), out=tmp_path / "advised.artifact")
+    file = pack(Quantised(0.25, observed=False), advised, out=tmp_path / "v2.safetensors").path
+    assert torch.equal(load(advised, file)(x), trained(x))
 
 
 def test_a_failed_export_leaves_the_old_artifact_and_nothing_else(

@@ -42,6 +42,8 @@ from .side_effects import (
 )
 from .stale_constants import stale_constants
 
+# torch.ao.quantization's FusedMovingAvgObsFakeQuantize: it writes to the scale if a buffer says so
+_OBSERVED = torch.ops.aten.fused_moving_avg_obs_fake_quant.default
 _MARK = "*"  # no attribute's name has it
 _UNKNOWN_OUTPUT = re.compile("Found <class '(.*)'> in output, which is not a known type")
 _INSTEAD_OF_OBJECTS = (
@@ -161,6 +163,16 @@ def training_operators(captured: Captured) -> set[str]:
         for node in module.graph.nodes
         if isinstance(node.target, torch._ops.OpOverload) and _trains(node)
     }
+
+
+def scales_in_state(captured: Captured) -> Iterator[str]:
+    """Yield the scales that calls may change, as fake quantisation with an observer does, even one that is off."""
+    buffers = captured.program.graph_signature.inputs_to_buffers
+    for module in graphs(captured.program):
+        for node in module.graph.find_nodes(op="call_function", target=_OBSERVED):
+            scale = {argument.name: value for argument, value in arguments(node)}["scale"]
+            if (name := buffers.get(scale.name, "")) in captured.mutated:
+                yield name
 
 
 def _trains(node: torch.fx.Node) -> bool:

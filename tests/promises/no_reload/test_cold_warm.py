@@ -242,6 +242,7 @@ class Observed(nn.Module):
         return self.linear(y.t()), self.least
 
 
+@pytest.mark.filterwarnings("ignore:calls observe values")
 @torch.no_grad()
 def test_state_that_a_call_resizes_starts_again(residency: Any, tmp_path: Path) -> None:
     models = []
