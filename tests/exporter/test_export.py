@@ -180,6 +180,17 @@ def test_scales_that_an_observer_may_change_are_named(tmp_path: Path) -> None:
     assert torch.equal(load(advised, file)(x), trained(x))
 
 
+def test_tensors_of_inference_mode_are_refused_with_advice(tmp_path: Path) -> None:
+    advice = r"Make the model and its inputs outside of torch.inference_mode\(\)"
+    made = nn.Linear(8, 4), torch.zeros(2, 8)
+    with torch.inference_mode():
+        within = nn.Linear(8, 4), torch.zeros(2, 8)
+        for model, x in ((within[0], made[1]), (made[0], within[1])):
+            with pytest.raises(CaptureError, match=advice):
+                export(model, (x,), out=tmp_path / "a.artifact")
+        export(made[0], (made[1],), out=tmp_path / "a.artifact")
+
+
 def test_a_failed_export_leaves_the_old_artifact_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
