@@ -369,7 +369,7 @@ class _Work:
                 self.join()  # the thread ends the claim when it does not write any more
                 raise
             self.ticket.end()
-            if isinstance(error, RuntimeError):
+            if isinstance(error, RuntimeError) and str(error).startswith("can't"):  # else it is an interrupt's
                 text = f"cannot start a thread to stage in the background ({error})"
                 raise OutOfMemory(text) from error
             raise

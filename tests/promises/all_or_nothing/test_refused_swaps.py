@@ -131,9 +131,10 @@ def test_inputs_must_lie_where_the_graph_runs(tiny: TinyArtifact, weight_file: W
             model(odd)
 
 
-def test_leftovers_of_an_interrupt_end_by_themselves(residency: str, tmp_path: Path) -> None:
-    command = [warm.python(), "-m", "tests.promises.all_or_nothing.interrupts", str(tmp_path), residency]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_leftovers_of_an_interrupt_end_by_themselves(seconds: int, residency: str, tmp_path: Path) -> None:
+    command = [warm.python(), "-m", "tests.promises.all_or_nothing.interrupts", str(tmp_path), residency, str(seconds)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds + 120, check=False)
     assert done.returncode == 0, done.stderr
 
 
