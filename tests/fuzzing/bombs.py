@@ -24,8 +24,9 @@ from weightswap_runtime.format.canonical import canonical_order, pack_ranges, re
 from weightswap_runtime.format.context_file import ContextStamp, read_context
 from weightswap_runtime.format.delta import DELTA_KEY
 from weightswap_runtime.format.goldens import Case, encode_goldens, goldens_beside
-from weightswap_runtime.format.peft import CONFIG_NAME, read_config
+from weightswap_runtime.format.peft import read_config
 from weightswap_runtime.format.safetensors import METADATA_KEY
+from weightswap_runtime.format.weight_set import PEFT_CONFIG_NAME
 from weightswap_runtime.tensors import array_content, digest_of
 from weightswap_server.admin.app import CHANGES, staging_of
 from weightswap_server.admin.documents import LoadRequest
@@ -149,7 +150,7 @@ def readers(folder: File) -> Iterator[Reader]:
     yield _goldens(folder, manifest)
     yield _context(folder, manifest)
     config = {"peft_type": "LORA", "r": 4, "target_modules": ["a"], "rank_pattern": {"a": 4}, "alpha_pattern": {"b": 2}}
-    yield Reader("config", _written(folder / CONFIG_NAME, lambda: read_config(folder)), _of(config))
+    yield Reader("config", _written(folder / PEFT_CONFIG_NAME, lambda: read_config(folder)), _of(config))
     method = ServedMethod(model, "forward")
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1.0, 2.0, 3.0], "parameters": {"a": 1}}
     call = {"id": "", "inputs": [tensor], "outputs": [{"name": "output", "parameters": {}}], "parameters": {"a": ""}}

@@ -31,12 +31,12 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.names import Match, Reading, Readings, resolve
-from weightswap_runtime.format.peft import merged_adapter
+from weightswap_runtime.format.peft import merged_problem
 from weightswap_runtime.format.weight_set import (
     INDEX_SUFFIX,
     SUFFIX,
     StoredTensor,
-    check_no_adapter,
+    check_no_peft,
     lost_index,
     open_weights,
     peft_alone,
@@ -114,7 +114,7 @@ def from_module(model: nn.Module, where: str | None = None, choice: Choice = ANY
     adapter of PEFT.
     """
     where = where or type(model).__qualname__
-    if problem := merged_adapter(model):
+    if problem := merged_problem(model):
         raise CheckpointError(f"{where}: {problem}")
     tree = {**ModelView(model).saved, **extra_states(model)}
     return Checkpoint(where, *nested_levels(tree, values_of, where, choice, deep=False), names=True)
@@ -206,7 +206,7 @@ def _folder_opener(path: Path) -> _Opener:
         return _safetensors
     for name in _PICKLED_NAMES:
         if name in names:
-            check_no_adapter(path, names, name)
+            check_no_peft(path, names, name)
             return lambda folder, choice: _opener(folder / name)(folder / name, choice)
     if lost := lost_index([name for name in names if name.endswith(".bin")]):
         raise CheckpointError(f"{path}: {lost}")

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from weightswap_runtime.errors import CaptureError, CheckpointError, ExportError, Unsupported, listed
 from weightswap_runtime.format.manifest import METHOD_NAME, GraphInput, NamedTensor
-from weightswap_runtime.format.peft import merged_adapter
+from weightswap_runtime.format.peft import merged_problem
 
 from .tensors import ModelView, is_fake, unwrapped
 
@@ -222,7 +222,7 @@ def unwrapped_layers(model: nn.Module) -> Iterator[Mapping[str, str]]:
 
 def find_groups(view: ModelView, declared: Declared | None) -> Groups:
     """Return the FQNs that match each group's patterns. Raises ExportError, and CaptureError for a merged adapter."""
-    if problem := merged_adapter(view.model):
+    if problem := merged_problem(view.model):
         raise CaptureError(problem)
     if not declared:
         return NO_GROUPS

@@ -48,7 +48,7 @@ class RowSource(NamedTuple):
     factor: float = 1.0  # by which it is multiplied
 
 
-def merged_adapter(model: Any) -> str:
+def merged_problem(model: Any) -> str:
     """Return a message if an adapter is merged into a module's base, but still there; otherwise an empty string."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     layers = model.named_modules() if tuners is not None else ()

@@ -151,7 +151,7 @@ def open_weights(
         if parts := _parts_among(names):
             return _open_parts(location, parts, check, most_header)
         chosen = _choose(location, names)
-        check_no_adapter(location, names, chosen)
+        check_no_peft(location, names, chosen)
         location /= chosen
     if location.name.endswith(INDEX_SUFFIX):
         return _open_shards(location, check, most_header)
@@ -228,7 +228,7 @@ def _parts_among(names: Sequence[str]) -> list[str]:
     return parts if not is_other and all(map(_PART.fullmatch, parts)) else []
 
 
-def check_no_adapter(path: Location, names: Collection[str], chosen: str) -> None:
+def check_no_peft(path: Location, names: Collection[str], chosen: str) -> None:
     """Raise WeightFileError if a PEFT adapter is beside the model's weights: transformers would load both."""
     if PEFT_CONFIG_NAME in names and not chosen.startswith(_PEFT_STEM):
         raise WeightFileError(

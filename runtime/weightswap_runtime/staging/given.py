@@ -12,7 +12,7 @@ import numpy as np
 
 from weightswap_runtime.errors import BaseMismatch, Unsupported, WeightFileError, WeightsMismatch
 from weightswap_runtime.format.names import EXTRA_STATE, Keys, extra_state_of
-from weightswap_runtime.format.peft import merged_adapter
+from weightswap_runtime.format.peft import merged_problem
 from weightswap_runtime.format.safetensors import WeightFile
 from weightswap_runtime.format.weight_set import FileSet, StoredTensor, WeightSet
 from weightswap_runtime.native import Offsets
@@ -273,7 +273,7 @@ def _is_module(weights: object) -> TypeGuard[nn.Module]:
 
 def _of_module(module: nn.Module) -> dict[str, Any]:
     """Return parameters and persistent buffers by FQN, tied ones under each name, and extra states."""
-    if problem := merged_adapter(module):
+    if problem := merged_problem(module):
         raise Unsupported(f"{type(module).__qualname__}: {problem}")
     torch = sys.modules["torch"]
     values: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
