@@ -20,6 +20,7 @@ from tests import ROOT
 from tests.support import warm
 from tests.support.ports import free_port
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
+from tests.support.watched import eventually
 from weightswap_exporter import export
 from weightswap_runtime import (
     DesiredStore,
@@ -158,6 +159,7 @@ def test_a_receiver_that_leaves_ends_the_group(tiny: TinyArtifact, models: list[
             with pytest.raises(TransferFailed, match="a receiver was stopped; make a new group"):
                 rig.sender.send(tiny.values(1))
         assert rig.serve(0)
+        assert eventually(lambda: not rig.receivers[1].alive)  # before it is stopped, too
     assert not models[1].receivers
     assert "another receiver was stopped; make a new group" in str(rig.receivers[1].last_error)
 
