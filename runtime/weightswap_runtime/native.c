@@ -1,13 +1,16 @@
-/* Hash trees of changed rows, and copies of many small ranges. Called through ctypes by native.py, which does the same
- * with numpy where this file was not compiled. Nothing here allocates or fails; the caller has checked all bounds.
+/* Hash trees of changed rows, copies of many small ranges, and files on their way to a device. Called through ctypes;
+ * where this file was not compiled, Python does the same. Nothing here allocates; the caller has checked all bounds.
  *
  * BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) is a binary tree over chunks of 1024 bytes. A block of 1 MiB has
  * 1024 of them, so its tree is complete: node n of a block has the parent 1024 + n / 2, leaves are 0 to 1023, the root
  * is 2046. Each node is a chaining value of 32 bytes; 64 KiB of nodes for each MiB. Eight nodes are computed at a time,
  * one in each lane of a vector.
  */
+#include <errno.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 #define CHUNK 1024
 #define NODES 2048 /* of a block; the last is not used */
@@ -224,4 +227,67 @@ void copy(uint8_t *target, const uint8_t *source, const int64_t *begins, const i
     FETCH(target, 1)
     memcpy(target + begins[i], source + begins[i], ends[i] - begins[i]);
   }
+}
+
+#define PIECE (2 << 20) /* bytes that stay in the processor's caches between the read and the device's copy */
+#define PIECES 4
+#define TO_DEVICE 1        /* cudaMemcpyHostToDevice */
+#define SLEEPING_EVENT 3   /* cudaEventBlockingSync | cudaEventDisableTiming */
+
+/* Functions of the CUDA runtime; each returns 0 if it succeeds. */
+typedef struct {
+  int (*copy)(void *to, const void *from, size_t size, int kind, void *stream);
+  int (*create)(void **event, unsigned flags);
+  int (*record)(void *event, void *stream);
+  int (*wait)(void *event);
+  int (*destroy)(void *event);
+} cuda;
+
+/* Reads all of some bytes. Returns 0; -1 if that fails or the file ends early. */
+static int read_all(int file, uint8_t *to, int64_t size, int64_t at) {
+  while (size > 0) {
+    ssize_t got = pread(file, to, size, at);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return -1;
+    to += got, at += got, size -= got;
+  }
+  return 0;
+}
+
+static int64_t nanoseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* Copies ranges to a device, through PIECES pieces of page-locked memory at `locked` in turn, from byte `done` of all
+ * their bytes on. Returns how many bytes are done or enqueued in the stream: all, or fewer once `patience` nanoseconds
+ * are over; the device has read `locked` then. Returns -1 if a read or a call of CUDA fails.
+ *
+ * file: where the ranges are read, or -1: they are in `memory`. targets, begins, sizes: of each range. */
+int64_t upload(const cuda *api, void *stream, int file, const uint8_t *memory, uint8_t *device, const int64_t *targets,
+               const int64_t *begins, const int64_t *sizes, int64_t count, int64_t done, uint8_t *locked,
+               int64_t patience) {
+  void *events[PIECES];
+  int created = 0, failed = 0;
+  int64_t turn = 0, range = 0, at = done, end = nanoseconds() + patience;
+  while (range < count && at >= sizes[range]) at -= sizes[range++];
+  while (created < PIECES && !failed) failed = api->create(&events[created], SLEEPING_EVENT) || (created++, 0);
+  for (; range < count && !failed; turn++) {
+    int64_t size = sizes[range] - at < PIECE ? sizes[range] - at : PIECE, begin = begins[range] + at;
+    uint8_t *piece = locked + turn % PIECES * PIECE;
+    void *event = events[turn % PIECES];
+    if (turn && nanoseconds() > end) break;
+    failed = turn >= PIECES && api->wait(event);
+    if (!failed && file < 0) memcpy(piece, memory + begin, size);
+    if (!failed && file >= 0) failed = read_all(file, piece, size, begin);
+    failed = failed || api->copy(device + targets[range] + at, piece, size, TO_DEVICE, stream) ||
+             api->record(event, stream);
+    at += size, done += size;
+    while (range < count && at >= sizes[range]) at -= sizes[range++];
+  }
+  for (int64_t i = turn < PIECES ? 0 : turn - PIECES; i < turn && range < count && !failed; i++)
+    failed = api->wait(events[i % PIECES]);
+  while (created) api->destroy(events[--created]);
+  return failed ? -1 : done;
 }

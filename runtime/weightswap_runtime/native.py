@@ -21,10 +21,12 @@ def _open() -> ctypes.CDLL | None:
         return None
     for name in ("rehash", "scatter", "gather", "copy"):
         getattr(library, name).restype = None
+    library.upload.restype = ctypes.c_int64
     return library
 
 
 library = _open()
+UPLOAD_BYTES = 8 << 20  # of page-locked memory that `upload` of native.c uses: PIECES of PIECE bytes
 _compare = ctypes.CDLL(None).memcmp
 _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 

@@ -248,7 +248,8 @@ def test_windows_are_inspected_while_others_are_copied(
 def test_what_the_device_inspects_is_read_in_large_pieces(
     device: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each read costs the interpreter as much as a fraction of a MiB."""
+    """Where there is no native code, each read costs the interpreter as much as a fraction of a MiB."""
+    device.uploads = False
     layout = ArenaLayout([NamedTensor(name=name, dtype="U8", shape=(20 * BLOCK + 5,)) for name in "ab"])
     path = tmp_path / "w.safetensors"
     save_file({name: np.full(20 * BLOCK + 5, ord(name), np.uint8) for name in "ab"}, path)

@@ -6,14 +6,16 @@ Code that relies on the host's order instead of that of streams and events gets 
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+from weightswap_runtime.memory.arena import Copy
 from weightswap_runtime.memory.device import Rows
 
 Work = Callable[[], bool]  # False: not yet
@@ -69,6 +71,8 @@ class StandIn:
         self.for_calls = 0  # bytes reserved for calls
         self.broken = False
         self.inspection: Any = None  # makes inspectors of a buffer's blocks
+        self.uploads = True  # it can do so
+        self.uploaded: list[list[Copy]] = []
         self.slow: Queue | None = None  # this stream works only when no other can
         self._queues = [self.staging, self.inspecting, self.commits, self.default]
         self._here = threading.local()
@@ -133,6 +137,25 @@ class StandIn:
             return True
 
         self.ask(work)
+
+    def upload(
+        self, target: Any, copies: Sequence[Copy], source: int | memoryview, through: Any, check: Callable[[], None]
+    ) -> bool:
+        if not self.uploads:
+            return False
+        self.uploaded.append(list(copies))
+        for offset, begin, nbytes in copies:
+            for at in range(0, nbytes, through.nbytes):
+                check()
+                size = min(through.nbytes, nbytes - at)
+                start = begin + at
+                data = os.pread(source, size, start) if isinstance(source, int) else source[start : start + size]
+                if len(data) < size:
+                    return False
+                through.content[:size] = data
+                self.copy(target, offset + at, through, 0, size)
+                self.finish(self.mark(self.current()))
+        return True
 
     def scatter(self, target: Any, source: Any, rows: Rows) -> None:
         self._rows(target, source, source, rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from weightswap_runtime.tensors import BLOCK, Blocks
 from weightswap_runtime.threads import WorkerThreads
 
 COPY_CHUNK = 16 << 20  # bytes that a thread copies at once, or one large weight would keep one thread busy at the end
+MOST_CHUNK = 64 << 20  # bytes likewise of a large set
 LEAST_SHARE = 1 << 20  # bytes of small ranges that one thread copies in less time than it takes to call another
 Buffer = mmap.mmap | ctypes.Array[ctypes.c_char]
 
@@ -46,6 +47,14 @@ class ByteRange(NamedTuple):
     def split(self, most: int) -> Iterator[ByteRange]:
         """Yield consecutive parts of at most `most` bytes."""
         return (ByteRange(start, min(most, self.end - start)) for start in range(self.offset, self.end, most))
+
+
+class Copy(NamedTuple):
+    """A copy of bytes to a memory, such as from a buffer or a file to an arena."""
+
+    offset: int  # in the memory that is written
+    begin: int  # in the memory or file that is read
+    nbytes: int
 
 
 class Content(NamedTuple):
@@ -67,6 +76,14 @@ class Inspection(Protocol):
 
     def written(self, first: int, count: int) -> None:
         """Note that so many blocks from an index on are written, or enqueued to be. Called in any thread."""
+        ...
+
+    def read(self, file: int, copies: Sequence[Copy], check: Callable[[], None]) -> bool:
+        """Read an open file into the arena without a step of Python for each piece; `written` must follow.
+
+        `check` is called several times a second, and may raise. Returns False, with some read, if the arena cannot do
+        that or if it failed: to read with `Destination.buffers` then says why.
+        """
         ...
 
     def copy(self, slot: ByteRange, tensor: Any, first: int) -> bool:
@@ -209,8 +226,9 @@ class HostArena:
         return nullcontext([self.fetch(*slot) for slot in slots])
 
     def write_to(self, other: Arena, workers: WorkerThreads) -> None:
-        chunks = self.layout.whole.split(COPY_CHUNK)
-        workers.run_all(lambda part: other.copy_part(self, part.offset, part.end), chunks)
+        # several for each thread, so that all end together
+        chunk = max(COPY_CHUNK, min(MOST_CHUNK, self.layout.nbytes // (4 * workers.threads)))
+        workers.run_all(lambda part: other.copy_part(self, part.offset, part.end), self.layout.whole.split(chunk))
 
     def copy_part(self, other: Arena, begin: int, end: int) -> None:
         other.read(begin, self.fetch(begin, end - begin))

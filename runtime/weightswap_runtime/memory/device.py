@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import DeviceError, Unsupported
 from weightswap_runtime.tensors import BLOCK
 
-from .arena import Content, Inspected
+from .arena import Content, Copy, Inspected
 
 _FEW = 16  # ranges that are copied one by one
 
@@ -110,6 +110,22 @@ class Device(Protocol):
         """Enqueue a copy of bytes in the current stream. The host does not wait."""
         ...
 
+    def upload(
+        self,
+        target: Buffer,
+        copies: Sequence[Copy],
+        source: int | memoryview,
+        through: LockedBuffer,
+        check: Callable[[], None],
+    ) -> bool:
+        """Enqueue copies of an open file's bytes, or of ordinary memory's, in the current stream, without Python.
+
+        They pass through a page-locked buffer of native.UPLOAD_BYTES or more. The source is read when this returns.
+        `check` is called several times a second, and may raise. Returns False, with some copied, if the device cannot
+        do that or if it failed: to copy with the other methods then says why.
+        """
+        ...
+
     def scatter(self, target: Buffer, source: Buffer, rows: Rows) -> None:
         """Enqueue: write rows that are end to end in `source` to their places in `target`."""
         ...
@@ -157,14 +173,6 @@ class Device(Protocol):
     def distrust_inspector(self, reason: str, lasting: bool) -> None:
         """Log that the host inspects a set. lasting: `inspector` returns None from now on."""
         ...
-
-
-class Copy(NamedTuple):
-    """A copy of bytes from one memory to another, such as from a buffer to an arena."""
-
-    offset: int  # in the memory that is written
-    begin: int  # in the memory that is read
-    nbytes: int
 
 
 class Rows(NamedTuple):

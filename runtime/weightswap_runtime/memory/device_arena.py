@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from threading import Condition, Lock
@@ -20,12 +20,12 @@ from weightswap_runtime.byte_ranges import CHUNK, ByteRanges
 from weightswap_runtime.errors import lacks_memory
 from weightswap_runtime.format.safetensors import ALIGNMENT
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference
-from weightswap_runtime.native import Offsets, as_bytes, copy_bytes
+from weightswap_runtime.native import UPLOAD_BYTES, Offsets, as_bytes, copy_bytes
 from weightswap_runtime.tensors import block_count
 from weightswap_runtime.threads import WorkerThreads
 
-from .arena import Arena, ArenaLayout, ByteRange, Content, Inspected, Inspection, allocate
-from .device import BlockTable, Buffer, Copy, Device, Event, Inspector, LockedBuffer, Rows, Stream, check_not_capturing
+from .arena import Arena, ArenaLayout, ByteRange, Content, Copy, Inspected, Inspection, allocate
+from .device import BlockTable, Buffer, Device, Event, Inspector, LockedBuffer, Rows, Stream, check_not_capturing
 from .host import available
 
 BUFFER_BYTES = 16 << 20  # of each buffer of a ring
@@ -156,10 +156,19 @@ class Region:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Copy bytes to an offset, through the ring."""
+        if len(data) >= UPLOAD_BYTES and self.upload([Copy(offset, 0, len(data))], data):
+            return
         for start in range(0, len(data), BUFFER_BYTES):
             part = data[start : start + BUFFER_BYTES]
             with self.buffers([ByteRange(offset + start, len(part))]) as (target,):
                 copy_bytes(target, part)
+
+    def upload(
+        self, copies: Sequence[Copy], source: int | memoryview, check: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Copy bytes of an open file, or of memory, through one of the ring's buffers, as `Device.upload` says."""
+        with self._acquire() as buffer, self.stream():
+            return self.device.upload(self.buffer, copies, source, buffer, check)
 
     def read(self, offset: int, target: memoryview) -> None:
         """Copy bytes from an offset, through the ring; the host waits for them."""
@@ -294,6 +303,9 @@ class DeviceInspection:
             if is_complete:
                 self._inspect(window)
             first, window = stop, window + 1
+
+    def read(self, file: int, copies: Sequence[Copy], check: Callable[[], None]) -> bool:
+        return self._arena.upload(copies, file, check)
 
     def copy(self, slot: ByteRange, tensor: Any, first: int) -> bool:
         with self._arena.stream():

@@ -18,8 +18,8 @@ from weightswap_runtime.jobs import Job
 from weightswap_runtime.native import as_bytes
 from weightswap_runtime.threads import WorkerThreads
 
-from .arena import Arena, ArenaLayout, HostArena, HostPatch, Patch
-from .device import Copy, Device, Rows
+from .arena import Arena, ArenaLayout, Copy, HostArena, HostPatch, Patch
+from .device import Device, Rows
 from .device_arena import BUFFER_BYTES, DeviceArena, Region, Ring
 from .host import HostMemory, Memory, StagedIn
 

@@ -18,7 +18,7 @@ import functools
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Lock, RLock
@@ -26,15 +26,17 @@ from typing import Any
 
 import numpy as np
 
+from weightswap_runtime import native
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.identity import nonfinite_pattern
 from weightswap_runtime.threads import WorkerThreads
 from weightswap_runtime.torch_tensors import default_torch_modes
 
-from .arena import Inspected
+from .arena import Copy, Inspected
 from .device import BlockTable, Inspector, Rows
 from .device_arena import Ring
 
+SLICE_NS = 50_000_000  # nanoseconds after which an upload can be cancelled
 SPARE = 4  # buffers of a ring that are being copied, beside those that threads fill
 SOURCE = Path(__file__).with_name("blake3.cu")
 _KERNEL, _THREADS = "inspect_parts", 256  # as in the source, and so are the fields of _PART and RESULT
@@ -208,6 +210,25 @@ class Accelerator:
     def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
         target.tensor[at : at + nbytes].copy_(source.tensor[begin : begin + nbytes], non_blocking=True)
 
+    def upload(
+        self, target: Any, copies: Sequence[Copy], source: int | memoryview, through: Any, check: Callable[[], None]
+    ) -> bool:
+        runtime = _runtime() if self._on_cuda else None
+        if runtime is None or native.library is None:
+            return False
+        total, done = sum(copy.nbytes for copy in copies), 0
+        columns = np.array(copies, np.int64).T.copy()
+        file, memory = (source, None) if isinstance(source, int) else (-1, native.address(source))
+        ranges = (*map(native.address, columns), ctypes.c_int64(len(copies)))
+        where = ctypes.c_void_p(self.current_key()), file, memory, ctypes.c_void_p(target.address), *ranges
+        locked, slice_ = ctypes.c_void_p(through.address), ctypes.c_int64(SLICE_NS)
+        while done < total:
+            check()
+            done = native.library.upload(runtime, *where, ctypes.c_int64(done), locked, slice_)
+            if done < 0:
+                return False
+        return True
+
     @default_torch_modes()
     def scatter(self, target: Any, source: Any, rows: Rows) -> None:
         table, content, numbers = _of_rows(target, source, rows)
@@ -342,6 +363,16 @@ def _new_stream(device: torch.device, priority: int) -> torch.Stream:
             return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
     _created.add(handle.value)
     return torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _runtime() -> ctypes.Array[ctypes.c_void_p] | None:
+    """Return the functions of CUDA that native code calls, as its struct; None if they are linked into torch."""
+    loaded = ctypes.CDLL(None)
+    names = ("MemcpyAsync", "EventCreateWithFlags", "EventRecord", "EventSynchronize", "EventDestroy")
+    functions = [getattr(loaded, f"cuda{name}", None) for name in names]
+    addresses = [ctypes.cast(function, ctypes.c_void_p) for function in functions if function is not None]
+    return (ctypes.c_void_p * len(names))(*addresses) if len(addresses) == len(names) else None
 
 
 # by device, priority and purpose; lent again, never destroyed, as the allocator keeps what was freed in them for them

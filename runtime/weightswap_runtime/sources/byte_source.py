@@ -106,7 +106,7 @@ class LocalFile:
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         size, done = sum(map(len, buffers)), 0
         try:
-            with self._descriptor() as fd:
+            with self.descriptor() as fd:
                 while done < size:
                     rest = between(buffers, done, size) if done else buffers
                     count = os.preadv(fd, rest, offset + done)
@@ -125,7 +125,8 @@ class LocalFile:
         self._rests = True
 
     @contextmanager
-    def _descriptor(self) -> Iterator[int]:
+    def descriptor(self) -> Iterator[int]:
+        """Yield the open file, for this block alone. Raises WeightFileError if it rests and was replaced."""
         if not self._rests:
             yield self.fd
             return
@@ -144,7 +145,7 @@ class LocalFile:
         A write sets the times when it begins, so a file that is still open for writing is refused.
         """
         waited = outwait_clock(self._identity.changed)
-        with self._descriptor() as fd:
+        with self.descriptor() as fd:
             is_written = has_writer(fd)
         if is_written:
             raise WeightFileError(
@@ -180,7 +181,7 @@ class LocalFile:
 
     def _status(self) -> os.stat_result:
         try:
-            with self._descriptor() as fd:
+            with self.descriptor() as fd:
                 return os.fstat(fd)
         except OSError as error:
             raise self._unreadable(error) from error

@@ -27,12 +27,14 @@ from weightswap_runtime.format.delta import delta_stamp
 from weightswap_runtime.format.identity import Counts, count_nonfinite
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.names import patterns, select
+from weightswap_runtime.format.safetensors import ALIGNMENT
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.jobs import POLL_SECONDS, Job
 from weightswap_runtime.memory.arena import (
     Arena,
     ByteRange,
     Content,
+    Copy,
     Destination,
     HostArena,
     Inspected,
@@ -41,7 +43,7 @@ from weightswap_runtime.memory.arena import (
     allocate,
 )
 from weightswap_runtime.sources.arriving import Arriving
-from weightswap_runtime.sources.byte_source import MOST_BUFFERS, ByteSource, between
+from weightswap_runtime.sources.byte_source import MOST_BUFFERS, ByteSource, LocalFile, between
 from weightswap_runtime.sources.memory import MemorySource
 from weightswap_runtime.tensors import BLOCK, DTYPES, Blocks, TensorBytes, as_array, block_count, block_digests
 from weightswap_runtime.threads import WorkerThreads
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 
 READS, GROUP_BYTES = 8, 8 << 20  # limits of what a thread reads in a row
+RUN_BYTES = 64 << 20  # that a thread sends to a device in a row: threads of the application run Python meanwhile
 SCRATCH = 64 << 20  # bytes of scratch memory beside the arena; a larger tensor is read alone
 IN_CACHE = 4 << 20  # bytes that are read before they are hashed
 COPY_STEP = 4 << 20  # bytes that are copied between two checks for a cancel
@@ -112,6 +115,9 @@ class Part(NamedTuple):
     @property
     def slot(self) -> ByteRange:
         return ByteRange(self.piece.slot.offset + self.start, self.stop - self.start)
+
+
+Group = Sequence[list[Part]]  # scattered reads, of adjacent parts each, that a thread does in a row
 
 
 def read_tensors(
@@ -252,7 +258,15 @@ def read_pieces(
             source.stop()
 
     reads = list(_reads((part for piece in ordered for part in _parts(piece, unit(piece))), unit))
-    workers.run_all(_reader(job, inspection), _groups(reads, most or GROUP_BYTES), stop)
+    groups = _groups(reads, most or GROUP_BYTES)
+    work = _reader(job, inspection)
+
+    def upload(run: Sequence[Group]) -> None:
+        if inspection is None or not _upload(run, job, inspection):
+            for group in run:
+                work(group)
+
+    workers.run_all(upload, [[group] for group in groups] if inspection is None else _runs(groups, workers), stop)
 
 
 def _in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
@@ -292,7 +306,7 @@ def _reads(parts: Iterable[Part], unit: Callable[[Piece], int]) -> Iterator[list
         yield read
 
 
-def _groups(reads: Iterable[list[Part]], most: int) -> Iterator[Sequence[list[Part]]]:
+def _groups(reads: Iterable[list[Part]], most: int) -> Iterator[Group]:
     """Yield groups of reads that a thread does in a row: one large read, or several small ones into one destination."""
     group: list[list[Part]] = []
     size = 0
@@ -308,8 +322,54 @@ def _groups(reads: Iterable[list[Part]], most: int) -> Iterator[Sequence[list[Pa
         yield group
 
 
-def _reader(job: Job, inspection: Inspection | None) -> Callable[[Sequence[list[Part]]], None]:
-    def work(reads: Sequence[list[Part]]) -> None:
+def _runs(groups: Iterable[Group], workers: WorkerThreads) -> Iterator[list[Group]]:
+    """Yield groups that a thread does in a row: many of a local file, fewer at the end, so that all end together."""
+    groups = list(groups)
+    sizes = [sum(part.stop - part.start for read in group for part in read) for group in groups]
+    remaining, run, size, source = sum(sizes), list[Group](), 0, None
+    for group, nbytes in zip(groups, sizes, strict=True):
+        first = group[0][0].piece.source
+        most = min(RUN_BYTES, remaining // (2 * workers.threads)) if isinstance(first, LocalFile) else 0
+        if run and (first is not source or size + nbytes > most):
+            yield run
+            run, remaining, size = [], remaining - size, 0
+        run.append(group)
+        size, source = size + nbytes, first
+    if run:
+        yield run
+
+
+def _upload(run: Sequence[Group], job: Job, inspection: Inspection) -> bool:
+    """Read groups at once if they are of a local file without a rate limit. False: they must be read one by one."""
+    parts = [part for group in run for read in group for part in read]
+    source = parts[0].piece.source
+    if not isinstance(source, LocalFile) or job.rate_limit is not None:
+        return False
+    copies: list[Copy] = []
+    for piece, start, stop in parts:
+        each = Copy(piece.slot.offset + start, piece.begin + start, stop - start)
+        last = copies[-1] if copies else None
+        # neighbours in one copy, with a gap that belongs to no weight
+        gap = each.offset - last.offset - last.nbytes if last else -1
+        if last and 0 <= gap < ALIGNMENT and each.begin - last.begin - last.nbytes == gap:
+            copies[-1] = last._replace(nbytes=last.nbytes + gap + each.nbytes)
+        else:
+            copies.append(each)
+    for _ in job.steps(0, sum(part.stop - part.start for part in parts)):
+        with source.descriptor() as file:
+            if not inspection.read(file, copies, job.check):
+                return False
+    _note(parts, inspection)
+    return True
+
+
+def _note(parts: Iterable[Part], inspection: Inspection) -> None:
+    for piece, start, stop in parts:
+        inspection.written(piece.first + start // BLOCK, block_count(stop - start))
+
+
+def _reader(job: Job, inspection: Inspection | None) -> Callable[[Group], None]:
+    def work(reads: Group) -> None:
         first = reads[0][0].piece
         is_slow = first.source.unit is not None or job.rate_limit is not None
         slots = [part.slot for read in reads for part in read]
@@ -324,8 +384,7 @@ def _reader(job: Job, inspection: Inspection | None) -> Callable[[Sequence[list[
                     for part, target in zip(read, targets, strict=True):
                         _inspect(part, target)
         if inspection is not None:
-            for piece, start, stop in (part for read in reads for part in read):
-                inspection.written(piece.first + start // BLOCK, block_count(stop - start))
+            _note((part for read in reads for part in read), inspection)
 
     return work
 
