@@ -21,15 +21,17 @@ from threading import Condition
 from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
-MOST_THREADS = 16  # of a pool: so many processors a GPU's link needs
+MOST_THREADS = 16  # of a pool: so many processors a GPU's link needs at most
+FEW = 4  # processors: from so many on a quarter is left to calls, as threads that copy fill the processors' caches, too
 PATIENCE = 5.0  # seconds to wait at the end of the interpreter for work that cannot be interrupted
 
 
 class WorkerThreads:
-    """A pool with one thread per processor that this process may use, at most sixteen, including the caller's."""
+    """A pool with threads for most of the processors that this process may use, including the caller's."""
 
     def __init__(self, threads: int | None = None) -> None:
-        self.threads = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        """threads: None: three for every four processors, and one for each if there are fewer; at most sixteen."""
+        self.threads = threads or min(MOST_THREADS, _suiting(len(os.sched_getaffinity(0))))
         self._start()
 
     def _start(self) -> None:
@@ -60,6 +62,10 @@ class WorkerThreads:
                 raise error
             finally:
                 del error  # a reference cycle through this frame would keep the memory of the error's frames
+
+
+def _suiting(processors: int) -> int:
+    return processors if processors < FEW else processors * 3 // 4
 
 
 class _Batch(Generic[T]):

@@ -17,7 +17,7 @@ FEW_THREADS = "OMP_NUM_THREADS=4"  # for torch on the CPU, where steps share the
 PYTEST = (sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "-p", "outcomes", "-vv", "-ra")
 # warnings about the machine, such as torch's about pynvml, must not fail tests; a thread that dies must
 PYTEST += ("-W", "default", "-W", "error::pytest.PytestUnhandledThreadExceptionWarning")
-PYTEST += ("-o", "faulthandler_timeout=60")
+PYTEST += ("-o", "faulthandler_timeout=60", "--durations=8")
 AOTI = ("torch>=2.13", "triton")
 ONNX = ("onnx", "onnxscript", "onnxruntime-gpu")
 ZOO = ("transformers>=5.23", "pytest-xdist")

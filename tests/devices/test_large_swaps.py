@@ -21,17 +21,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning"),
     pytest.mark.skipif(ACCELERATOR != "cuda", reason="needs torch.cuda._sleep"),
 ]
-GB, FILES, CALLERS, SWAPS = 10**9, 3, 4, 24
+GB, FILES, CALLERS, SWAPS = 10**9, 3, 4, 12
 AHEAD = 8  # calls that a thread makes before it checks their outputs
 LATEST = 0.002  # seconds that a caller's stream is busy before a call
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NumberFiles]:
-    """Files of 2 GB each, or less if the device is small."""
+    """Files of 1 GB each, or less if the device is small."""
     total = torch.accelerator.get_memory_info()[1]
     folder = tmp_path_factory.mktemp("large")
-    yield NumberFiles(folder, 8 << 20 if EMULATED else min(2 * GB, total // 16), FILES)
+    yield NumberFiles(folder, 8 << 20 if EMULATED else min(GB, total // 16), FILES)
     shutil.rmtree(folder)
 
 

@@ -16,8 +16,8 @@ class Item:
     """An object that can be weakly referenced."""
 
 
-@pytest.mark.parametrize(("processors", "threads"), [(1, 1), (12, 12), (16, 16), (96, 16)])
-def test_there_is_a_thread_per_processor_up_to_a_limit(
+@pytest.mark.parametrize(("processors", "threads"), [(1, 1), (3, 3), (4, 3), (16, 12), (96, 16)])
+def test_a_quarter_of_the_processors_is_left_to_calls_where_there_are_a_few(
     processors: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)))

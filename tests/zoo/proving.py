@@ -69,9 +69,14 @@ def answers(entry: Entry, model: Model) -> list[Any]:
 def eager_answers(entry: Entry, model: nn.Module, device: str) -> list[Any]:
     """The same from the eager model, which stays as it is."""
     eager = deepcopy(model).to(device)
+    for module in eager.modules():  # plain attributes, which `to` leaves where they are
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                setattr(module, name, value.to(device))
     torch.manual_seed(7)
     made = [entry.inputs(*sizes) for sizes in entry.sizes]
-    return [moved(eager(**moved(dict(each), device)), "cpu") for each in made]
+    with torch.device(device):
+        return [moved(eager(**moved(dict(each), device)), "cpu") for each in made]
 
 
 @contextmanager

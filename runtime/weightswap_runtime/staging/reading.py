@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 READS, GROUP_BYTES = 8, 8 << 20  # limits of what a thread reads in a row
-RUN_BYTES = 64 << 20  # that a thread sends to a device in a row: threads of the application run Python meanwhile
+RUN_BYTES = 128 << 20  # that a thread sends to a device in a row: threads of the application run Python meanwhile
 SCRATCH = 64 << 20  # bytes of scratch memory beside the arena; a larger tensor is read alone
 IN_CACHE = 4 << 20  # bytes that are read before they are hashed
 COPY_STEP = 4 << 20  # bytes that are copied between two checks for a cancel

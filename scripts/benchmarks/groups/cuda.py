@@ -234,8 +234,12 @@ def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         with mock.patch.object(Accelerator, "inspector", return_value=None):
             return stage()
 
+    def stage_without_native_code() -> float:
+        with mock.patch.object(Accelerator, "upload", return_value=False):
+            return stage()
+
     measures = {"stage": stage_and_ask, "copy": _copies(stored.nbytes, device), "on host": stage_hashing_on_host}
-    measures["read"] = _reads(stored)
+    measures |= {"in Python": stage_without_native_code, "read": _reads(stored)}
     timings = in_turn(measures, rounds)
     check(stored, model)
     rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in timings.items()}
@@ -243,6 +247,7 @@ def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     peer = "page-locked copy_ to the device"
     yield compared(what, "GB/s", rate["stage"], peer, rate["copy"], NEARLY_A_COPY)
     yield compared(what, "GB/s", rate["stage"], "preadv, all threads", rate["read"])
+    yield compared(what, "GB/s", rate["stage"], "the same without native code", rate["in Python"])
     yield compared(what, "GB/s", rate["stage"], "digests by the host", rate["on host"])
 
 
