@@ -339,7 +339,7 @@ def _no_tensors(checkpoint: Checkpoint) -> CheckpointError:
     where = _where(checkpoint.where, checkpoint.levels[0])
     deeper = {path: names for path, names in checkpoint.mappings().items() if names}
     if not deeper:
-        return CheckpointError(f"{where}: holds no tensors; give a state dict")
+        return CheckpointError(f"{where}: holds no tensors with names; give a state dict")
     if all(_OPTIMIZER_STATE in path.split(".") for path in deeper):
         return CheckpointError(f"{where}: holds the state of an optimizer, not weights; give the model's state dict")
     option = f"level={next(iter(deeper))!r}" if len(deeper) == 1 else "one of them as level=..."

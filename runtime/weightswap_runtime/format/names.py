@@ -109,9 +109,15 @@ class Reading(NamedTuple):
                 "not have and which may change outputs. If they do not matter, leave them out: "
                 'ignore="*_extra_state*".'
             )
+        more = ""
+        if len(problems) == len(unexpected):
+            more = (
+                "It has every weight, and more. If outputs do not depend on these, as on buffers that an older version "
+                f"of the model has saved, leave them out: ignore={min(unexpected)!r}. If they do: "
+            )
         return (
-            "Give a checkpoint of the exported architecture. For another form that the model's own code loads, export "
-            "with checkpoint=, which says what checkpoints look like, or pack it with the model (weightswap "
+            f"{more}Give a checkpoint of the exported architecture. For another form that the model's own code loads, "
+            "export with checkpoint=, which says what checkpoints look like, or pack it with the model (weightswap "
             "pack --recipe, pack(model=...))."
         )
 

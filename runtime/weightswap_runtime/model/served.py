@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import CallError, ModelClosed, UnknownName, Unsupported
@@ -311,6 +311,10 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
     def _acquire(self, context: Context, lease: Claim) -> Version[Session]:
         self._check_open()
         return context.acquire(self._gate, lease)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        """Raise TypeError: a model's memory, locks and threads belong to it alone."""
+        raise TypeError(f"{self!r}: a model cannot be copied or pickled; load its artifact where another is needed")
 
     def __repr__(self) -> str:
         return (

@@ -148,11 +148,11 @@ BAD: dict[type[Exception], dict[str, tuple[Make, dict[str, Any], str]]] = {
             {},
             "It has 'ema' (4 tensors), 'app.model' (4 tensors): pass one of them as level=... (--level)",
         ),
-        "nothing at all": (lambda state: {"step": 3}, {}, "holds no tensors; give a state dict"),
+        "nothing at all": (lambda state: {"step": 3}, {}, "holds no tensors with names; give a state dict"),
         "a named level without tensors": (
             lambda state: {"optimizer": {"lr": 3}, "model": state},
             {"level": "optimizer"},
-            "the state dict, optimizer: holds no tensors; give a state dict",
+            "the state dict, optimizer: holds no tensors with names; give a state dict",
         ),
     },
     WeightsMismatch: {

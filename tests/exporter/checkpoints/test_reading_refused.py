@@ -82,7 +82,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         "c.pt: a TorchScript archive, expected a state dict. Save one where the model's source code is",
     ),
     "another zip": (another_zip, "c.pt: a zip file without the data.pkl that torch.save writes"),
-    "no tensors": (lambda path: saved(path / "c.pt", {"epoch": 3}), "c.pt: holds no tensors; give a state dict"),
+    "no tensors": (
+        lambda path: saved(path / "c.pt", {"epoch": 3}),
+        "c.pt: holds no tensors with names; give a state dict",
+    ),
     "weights where nobody looks": (
         lambda path: saved(path / "c.pt", {"net": {"w": torch.ones(1)}}),
         "c.pt: holds no tensors where a state dict is expected. It has 'net' (1 tensor): pass level='net' (--level)",

@@ -68,6 +68,9 @@ def test_the_advice_fits_the_problem(tiny: TinyArtifact) -> None:
         resolve(tensors("weight"), tiny.manifest, "folder/model-00002-of-00003.safetensors")
     with pytest.raises(WeightsMismatch, match="Give a checkpoint of the exported architecture"):
         resolve(halves | tensors("more"), tiny.manifest, "file")
+    whole = tensors("weight", "bias", "tied", "steps")
+    with pytest.raises(WeightsMismatch, match=r"It has every weight, and more. .* leave them out: ignore='x.inv_freq'"):
+        resolve(whole | tensors("x.inv_freq"), tiny.manifest, "file")
 
 
 def test_no_name_is_suggested_twice(tiny: TinyArtifact) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -248,6 +251,12 @@ def test_a_forked_child_has_weights_of_its_own(tiny: TinyArtifact, weight_file: 
     assert serves(model, 1)
     model.rollback()
     assert serves(model, 0)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_model_is_not_copied(copied: Callable[[object], object], tiny: TinyArtifact) -> None:
+    with pytest.raises(TypeError, match="a model cannot be copied or pickled; load its artifact"):
+        copied(load(tiny.path))
 
 
 def test_unknown_options_are_refused_by_name(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
