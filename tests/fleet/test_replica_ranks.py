@@ -172,11 +172,11 @@ def test_a_rank_does_not_answer_with_other_weights_than_the_first(replicas: Repl
     assert serve(replicas, 0)
 
 
-def test_deltas_of_what_all_ranks_have_whole(replicas: Replicas) -> None:
-    """One that starts with such a delta reads its base, too; one of what is cut is refused by all."""
+def test_deltas(replicas: Replicas) -> None:
+    """A replica that starts with one reads its base, too; one that leads elsewhere is refused by all."""
     replicas.swap(1)
     other = write_set(replicas.folder / "other.safetensors", 1, bias=7.0)
-    write_delta(replicas.file(1), other, out=replicas.where / "whole.safetensors")
+    write_delta(replicas.file(1), other, out=replicas.where / "whole.safetensors")  # of what all ranks have whole
     receipt = replicas.swap(replicas.where / "whole.safetensors")
     assert (receipt.late, replicas.served()) == ({}, {known_weights(other).weights_id})
     expected = whole(values(1) | {"bias": torch.full((4,), 7.0)}, X)
@@ -184,10 +184,20 @@ def test_deltas_of_what_all_ranks_have_whole(replicas: Replicas) -> None:
         output, marks = agent.model(X)
         assert marks.tolist() == [1.0, 1.0]
         assert torch.allclose(output, expected, atol=1e-4)
-    write_delta(other, replicas.file(2), out=replicas.where / "parts.safetensors")
-    with pytest.raises(FleetRefused, match="of which each rank has a part; swap a full set") as refused:
-        replicas.swap(replicas.where / "parts.safetensors")
+    parts = replicas.where / "parts.safetensors"
+    write_delta(other, replicas.file(2), out=parts)
+    wanted = known_weights(replicas.file(2)).weights_id
+    forged = replicas.where / "forged.safetensors"
+    forged.write_bytes(parts.read_bytes().replace(wanted.encode(), known_weights(other).weights_id[::-1].encode()))
+    with pytest.raises(FleetRefused, match=f"leads to the weights {wanted[:12]}, not to") as refused:
+        replicas.swap(forged)
     assert set(refused.value.reasons) == {"a", "b", "c"}
+    replicas.swap(parts)
+    assert replicas.served() == {wanted}
+    for agent in (*replicas.agents.values(), replicas.start("d")):
+        output, marks = agent.model(X)
+        assert marks.tolist() == [2.0, 2.0]
+        assert torch.allclose(output, whole(values(2), X), atol=1e-4)
 
 
 def test_a_trial_is_refused_by_name(replicas: Replicas) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch
 from tests.support.damage import damaged
 from tests.support.ports import free_port
 from tests.support.ranks import X, values, whole, write_set
-from weightswap_runtime import Model, Ranks, load, process_group
+from weightswap_runtime import Model, Ranks, load, process_group, write_delta
 from weightswap_runtime.errors import RanksLost, RanksRefused, WeightswapError
 
 TIMEOUT = 2.0  # seconds after which a rank that has stopped is lost
@@ -25,8 +26,8 @@ PATIENCE = 60.0  # seconds after which a rank that has not ended hangs
 
 
 class Step(NamedTuple):
-    """What all ranks do: "call", "swap", "stage" (a swap beside calls), "refuse" (a swap that `rank` cannot do), or
-    "roll back"."""
+    """What all ranks do: "call", "swap", "delta" (a swap of what differs), "stage" (a swap beside calls), "refuse" (a
+    swap that `rank` cannot do), or "roll back"."""
 
     what: str
     seed: int = 0
@@ -67,6 +68,11 @@ class _Player:
             self._call()
         elif step.what == "swap":
             self._committed(model.swap(self._set(step.seed)), step.seed)
+        elif step.what == "delta":
+            if self._served != step.seed:
+                receipt = model.swap(_delta(self._folder, self._served, step.seed))
+                assert receipt.kind == "delta"
+                self._committed(receipt, step.seed)
         elif step.what == "stage":
             staged = model.stage(self._set(step.seed), background=True, rate_limit=10_000)
             self._call()
@@ -178,13 +184,18 @@ def _told(pipe: Connection) -> Told:
     return next(message for message in _messages(pipe) if isinstance(message, Told))
 
 
+def _delta(folder: Path, old: int, new: int) -> Path:
+    return folder / f"{old}-{new}.safetensors"
+
+
 def prepare(folder: Path, size: int) -> Path:
-    """Write what ranks play with: the artifact, four sets of weights, and a damaged one."""
+    """Write what ranks play with: the artifact, four sets of weights, the deltas between them, and a damaged set."""
     from tests.support.ranks import split_artifact
 
     split_artifact(folder / "artifact", size)
-    for seed in range(4):
-        write_set(folder / f"{seed}.safetensors", seed, size)
+    sets = [write_set(folder / f"{seed}.safetensors", seed, size) for seed in range(4)]
+    for old, new in permutations(range(4), 2):
+        write_delta(sets[old], sets[new], out=_delta(folder, old, new))
     damaged(folder / "1.safetensors", folder / "damaged")
     return folder
 

@@ -7,15 +7,21 @@ contiguous range of the part, or nothing of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
-from weightswap_runtime.tensors import DTYPES
+from weightswap_runtime.byte_ranges import ByteRanges, gather
+from weightswap_runtime.tensors import BLOCK, DTYPES
 
 from .manifest import Cut, NamedTensor, Split
+
+_AT_ONCE = 8 << 20  # bytes that a rank tells the others at once
+_DIGEST = 32  # bytes
 
 
 class Share(NamedTuple):
@@ -42,17 +48,47 @@ class Share(NamedTuple):
 
     def gather(self, begin: int, data: memoryview, part: memoryview) -> None:
         """Fill `part` with the rank's bytes of `data`, which are those of the whole from `begin` on."""
+        for whole, mine in self._views(begin, data, part):
+            mine[...] = whole
+
+    def spread(self, begin: int, part: memoryview, data: memoryview) -> None:
+        """Write the rank's bytes into `data`, which are those of the whole from `begin` on: the reverse of `gather`."""
+        for whole, mine in self._views(begin, data, part):
+            whole[...] = mine
+
+    def _views(self, begin: int, data: memoryview, part: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield views of the same bytes in both: of a period that has begun before, of whole ones, and of the last."""
         source, target = np.frombuffer(data, np.uint8), np.frombuffer(part, np.uint8)
         head = min(len(source), -begin % self.period)
         body = (len(source) - head) // self.period * self.period
         done = self.before(begin + head) - self.before(begin)
         low = max(0, self.low - begin % self.period)  # of the head
-        target[:done] = source[low : low + done]
+        yield source[low : low + done], target[:done]
         rows = source[head : head + body].reshape(-1, self.period)[:, self.low : self.low + self.width]
-        target[done : done + rows.size].reshape(rows.shape)[...] = rows
+        yield rows, target[done : done + rows.size].reshape(rows.shape)
         done += rows.size
         tail = head + body + self.low
-        target[done:] = source[tail : tail + len(target) - done]
+        yield source[tail : tail + len(target) - done], target[done:]
+
+    def cut(self, ranges: ByteRanges) -> ByteRanges:
+        """Return the rank's bytes of ranges of the whole, at their places in its part, with the data end to end."""
+        if not self.period:
+            return ranges
+        first = ranges.begins // self.period
+        counts = (ranges.ends - 1) // self.period - first + 1
+        steps = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        periods = np.repeat(first, counts) + steps
+        lows = periods * self.period + self.low
+        begins = np.maximum(np.repeat(ranges.begins, counts), lows)
+        ends = np.minimum(np.repeat(ranges.ends, counts), lows + self.width)
+        kept = begins < ends
+        begins, lengths = begins[kept], (ends - begins)[kept]
+        data = memoryview(bytearray(int(lengths.sum())))
+        if data:
+            sources = begins + np.repeat(ranges.offsets - ranges.begins, counts)[kept]
+            gather(ranges.data, ByteRanges.of(np.stack([sources, sources + lengths], axis=1), data))
+        places = begins - lows[kept] + periods[kept] * self.width
+        return ByteRanges.of(np.stack([places, places + lengths], axis=1), data)
 
 
 class Rank(NamedTuple):
@@ -66,6 +102,11 @@ class Rank(NamedTuple):
         cut = self.split.cuts.get(weight.name)
         return None if cut is None else Share.of(weight, cut, self.split.size, self.number)
 
+    def shares(self, weight: NamedTensor) -> list[Share]:
+        """Return the bytes that each rank has of a weight that is cut."""
+        cut, size = self.split.cuts[weight.name], self.split.size
+        return [Share.of(weight, cut, size, rank) for rank in range(size)]
+
     def part(self, weight: NamedTensor) -> NamedTensor:
         """Return a weight as this rank has it."""
         cut = self.split.cuts.get(weight.name)
@@ -77,3 +118,104 @@ def part_of_rank(weight: NamedTensor, cut: Cut, size: int) -> NamedTensor:
     shape = list(weight.shape)
     shape[cut.dim] //= size // cut.repeat
     return msgspec.structs.replace(weight, shape=tuple(shape))
+
+
+class SharedChange:
+    """Change of a weight of which each rank has a part, whose digests no rank can tell alone.
+
+    Of a changed block that one rank has as a whole, the first that has it tells the digest; of any other each tells
+    what it has, but ranks that have the same, of which one does.
+    """
+
+    def __init__(self, shares: Sequence[Share], rank: int, nbytes: int, blocks: Sequence[int]) -> None:
+        """shares: of all ranks. nbytes: of the whole weight. blocks: the numbers of those that change, ascending."""
+        self._shares, self._rank, self._nbytes = shares, rank, nbytes
+        self.blocks = blocks
+        self._told: dict[int, bytes] = {}
+
+    def note(self, block: int, content: Callable[[int, int], memoryview]) -> None:
+        """Keep what this rank tells of a block. content: returns new bytes of its part, between two places there."""
+        spans = self._spans(block)
+        if self._rank in spans:
+            begin, end = self._range(block)
+            share = self._shares[self._rank]
+            data = content(share.before(begin), share.before(end))
+            self._told[block] = blake3(data).digest() if spans[self._rank] == end - begin else bytes(data)
+
+    def told(self, block: int) -> bytes:
+        """Return what this rank tells of a block."""
+        return self._told.get(block, b"")
+
+    def lengths(self, block: int) -> dict[int, int]:
+        """Return how many bytes each rank tells of a block, for those that do."""
+        begin, end = self._range(block)
+        return {rank: _DIGEST if span == end - begin else span for rank, span in self._spans(block).items()}
+
+    def digest(self, block: int, told: Mapping[int, memoryview]) -> bytes:
+        """Return the digest of a block from what ranks have told."""
+        begin, end = self._range(block)
+        spans = self._spans(block)
+        if any(span == end - begin for span in spans.values()):
+            [digest] = told.values()
+            return bytes(digest)
+        whole = memoryview(bytearray(end - begin))
+        for rank, part in told.items():
+            self._shares[rank].spread(begin, part, whole)
+        return blake3(whole).digest()
+
+    def _range(self, block: int) -> tuple[int, int]:
+        return block * BLOCK, min((block + 1) * BLOCK, self._nbytes)
+
+    def _spans(self, block: int) -> dict[int, int]:
+        """Return how many of a block's bytes those ranks have that tell of it."""
+        begin, end = self._range(block)
+        spans = {rank: share.before(end) - share.before(begin) for rank, share in enumerate(self._shares)}
+        for rank, span in spans.items():
+            if span == end - begin:
+                return {rank: span}
+        return {rank: span for rank, span in spans.items() if span and self._shares.index(self._shares[rank]) == rank}
+
+
+def digests_together(
+    changes: Mapping[str, SharedChange], exchange: Callable[[bytes], Sequence[bytes]]
+) -> dict[str, dict[int, bytes]]:
+    """Return the digests of the changed blocks, by weight and number. All ranks call this with the same changes.
+
+    exchange: tells all ranks bytes, as many on each, and returns those of all, by rank.
+    """
+    found: dict[str, dict[int, bytes]] = {name: {} for name in changes}
+    for items in _rounds(changes):
+        most = max(_sizes(changes, items).values())
+        mine = b"".join(changes[name].told(block) for name, block in items)
+        rest = [memoryview(each) for each in exchange(mine.ljust(most, b"\0"))]
+        for name, block in items:
+            told = {}
+            for rank, length in changes[name].lengths(block).items():
+                told[rank], rest[rank] = rest[rank][:length], rest[rank][length:]
+            found[name][block] = changes[name].digest(block, told)
+    return found
+
+
+def _rounds(changes: Mapping[str, SharedChange]) -> Iterator[list[tuple[str, int]]]:
+    """Yield groups of blocks of which each rank tells about _AT_ONCE bytes at most."""
+    items: list[tuple[str, int]] = []
+    size = 0
+    for name, change in changes.items():
+        for block in change.blocks:
+            more = max(change.lengths(block).values())
+            if items and size + more > _AT_ONCE:
+                yield items
+                items, size = [], 0
+            items.append((name, block))
+            size += more
+    if items:
+        yield items
+
+
+def _sizes(changes: Mapping[str, SharedChange], items: Sequence[tuple[str, int]]) -> dict[int, int]:
+    """Return how many bytes each rank tells of blocks."""
+    sizes: dict[int, int] = {}
+    for name, block in items:
+        for rank, length in changes[name].lengths(block).items():
+            sizes[rank] = sizes.get(rank, 0) + length
+    return sizes

@@ -16,6 +16,7 @@ import numpy as np
 from weightswap_runtime.errors import NonFiniteWeights, Unsupported, plural
 from weightswap_runtime.tensors import DTYPES, Blocks, TensorBytes, as_float64, tensor_digest
 
+from .cuts import SharedChange
 from .manifest import Manifest, NamedTensor
 from .names import part_of, patterns
 from .safetensors import weights_id
@@ -33,9 +34,12 @@ class Identity:
     """Identity of a full set of weights."""
 
     weights_id: str
-    digests: Mapping[str, Blocks]  # FQN -> the digests of the blocks of row-major bytes
+    digests: dict[str, Blocks]  # FQN -> the digests of the blocks of row-major bytes
     labels: Mapping[str, str]
     nonfinite: Mapping[str, Counts] = field(default_factory=dict)  # the weights with NaN or infinities
+    # FQN -> a change of a delta that ranks share: until they have told each other, the id is what the delta claims, and
+    # the digests of the changed blocks are not known
+    unproven: dict[str, SharedChange] = field(default_factory=dict)
 
 
 def identify(

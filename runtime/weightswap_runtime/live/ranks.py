@@ -187,11 +187,16 @@ class Ranks:
 
     def _gather(self, vote: Vote) -> list[Vote]:
         """Tell all ranks a vote, and return those of all. Raises RanksLost."""
+        return self.exchange(
+            _encoded(vote), lambda votes: [msgspec.json.decode(raw.rstrip(b"\0"), type=Vote) for raw in votes]
+        )
+
+    def exchange(self, raw: bytes, read: Callable[[list[bytes]], T]) -> T:
+        """Tell all ranks bytes, as many on each; return what `read` makes of those of all. Raises RanksLost."""
         if self.lost is not None:
             raise RanksLost(str(self.lost))
         try:
-            votes = self._members.exchange(_encoded(vote), self.timeout)
-            return [msgspec.json.decode(raw.rstrip(b"\0"), type=Vote) for raw in votes]
+            return read(self._members.exchange(raw, self.timeout))
         except BaseException as error:
             lost = self._lose(error)
             if not isinstance(error, Exception):

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from blake3 import blake3
+
 from weightswap_runtime.errors import (
     OutOfMemory,
     StageCancelled,
@@ -233,7 +235,13 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         if not self.done and not self._work.join(patience):
             return None
         weights = self._opened()
-        return {"weights": weights.identity.weights_id, "trials": str(weights.trials), "kind": weights.report.kind}
+        unproven = {name: change.blocks for name, change in weights.identity.unproven.items()}
+        return {
+            "weights": weights.identity.weights_id,
+            "trials": str(weights.trials),
+            "kind": weights.report.kind,
+            "changes": blake3(repr(unproven).encode()).hexdigest() if unproven else "",
+        }
 
     def _commit(self, timeout: float | None) -> SwapReceipt:
         claim = Claim()

@@ -35,10 +35,10 @@ from weightswap_runtime.errors import (
     listed,
 )
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.cuts import Rank
+from weightswap_runtime.format.cuts import Rank, digests_together
 from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
 from weightswap_runtime.format.goldens import Goldens, artifact_goldens, goldens_beside
-from weightswap_runtime.format.identity import Identity, newly_nonfinite
+from weightswap_runtime.format.identity import Identity, identify, newly_nonfinite
 from weightswap_runtime.format.manifest import Manifest, NamedTensor, Split
 from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import WeightSet
@@ -54,7 +54,7 @@ from weightswap_runtime.memory.arena import Arena, ArenaLayout
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import Location
-from weightswap_runtime.staging.delta import files_after, stage_chain, stage_delta
+from weightswap_runtime.staging.delta import check_result, files_after, stage_chain, stage_delta
 from weightswap_runtime.staging.given import GivenRows
 from weightswap_runtime.staging.given_rows import check_tables, stage_rows
 from weightswap_runtime.staging.golden_check import verify
@@ -316,9 +316,31 @@ class WeightStore:
 
     def try_on_ranks(self, staged: StagedWeights) -> None:
         """Try staged weights on all ranks, unless that was done. Raises RanksRefused and RanksLost."""
-        if self.ranks is not None and staged.try_on_ranks is not None:
+        if self.ranks is None:
+            return
+        if staged.identity.unproven:
+            self._prove_on_ranks(self.ranks, staged)
+        if staged.try_on_ranks is not None:
             self.ranks.agree("goldens", partial(_done, staged.try_on_ranks))
             staged.try_on_ranks = None
+
+    def _prove_on_ranks(self, ranks: Ranks, staged: StagedWeights) -> None:
+        """Prove that a delta of weights that ranks share leads to the id that it claims. Raises as `try_on_ranks`."""
+        identity = staged.identity
+        found = digests_together(identity.unproven, lambda raw: ranks.exchange(raw, list))
+        digests = {
+            name: tuple(blocks.get(index, each) for index, each in enumerate(identity.digests[name]))
+            for name, blocks in found.items()
+        }
+
+        def check() -> dict[str, str]:
+            proven = identify(self._weights, {**identity.digests, **digests}, {})
+            check_result(proven, identity.weights_id, staged.report.source)
+            return {"weights": proven.weights_id}
+
+        ranks.agree("changes", check)
+        identity.digests.update(digests)
+        identity.unproven.clear()
 
     @property
     def first_generation(self) -> int:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from weightswap_runtime.byte_ranges import ByteRanges, Layers, scatter
 from weightswap_runtime.errors import BaseMismatch, DigestMismatch, Unsupported, WeightsMismatch, listed, plural
+from weightswap_runtime.format.cuts import SharedChange
 from weightswap_runtime.format.delta import DeltaStamp, delta_stamp, parts_of
 from weightswap_runtime.format.identity import Counts, Identity, count_nonfinite, element_bytes, identify
 from weightswap_runtime.format.manifest import NamedTensor
@@ -84,25 +85,52 @@ def stage_delta(
     layers.add(_read_parts(weights, stamp, staging))
     weights.check_unchanged(proven=True)
     staged = time.perf_counter()
-    identity, patch = lay_over(layers.merged(), stamp.labels, arena, served, staging)
-    if identity.weights_id != stamp.weights_id:
-        text = f"leads to the weights {identity.weights_id[:12]}, not to {stamp.weights_id[:12]} as it claims"
-        others = f", after {plural(len(through), 'other delta')}" if through else ""
-        raise DigestMismatch(weights.where, [text + others], "Write the delta again, or copy it again.")
+    identity, patch = lay_over(layers.merged(), stamp.labels, arena, served, staging, stamp.weights_id)
+    others = f", after {plural(len(through), 'other delta')}" if through else ""
+    check_result(identity, stamp.weights_id, weights.where, others)
     return identity, report_of(identity, weights, stamp.base, size, staging, start, staged), patch
 
 
+def check_result(identity: Identity, claimed: str, where: str, others: str = "") -> None:
+    """Raise DigestMismatch if a delta leads to other weights than it claims. others: text about deltas before it."""
+    if identity.weights_id != claimed:
+        text = f"leads to the weights {identity.weights_id[:12]}, not to {claimed[:12]} as it claims{others}"
+        raise DigestMismatch(where, [text], "Write the delta again, or copy it again.")
+
+
 def lay_over(
-    parts: Mapping[str, ByteRanges], labels: Mapping[str, str], arena: Arena, served: Identity, staging: Staging
+    parts: Mapping[str, ByteRanges],
+    labels: Mapping[str, str],
+    arena: Arena,
+    served: Identity,
+    staging: Staging,
+    claimed: str | None = None,
 ) -> tuple[Identity, HostPatch]:
     """Return the weights that an arena would have with parts laid over it, and the patch. No arena is written to.
 
-    Raises MemoryError and StageCancelled.
+    claimed: the id that the result shall have, which ranks prove together if a part changes what they share.
+
+    Raises MemoryError, StageCancelled, and Unsupported for such a part if no id is claimed, and after another one that
+    has not been proven.
     """
     staging.job.begin("verifying")
-    placed, digests, nonfinite = overlay(parts, arena, served, staging.trees, staging.workers, staging.job)
-    identity = identify(staging.manifest.weights, {**served.digests, **digests}, labels, nonfinite)
-    return identity, HostPatch(placed)
+    shared = [name for name in parts if name in arena.layout.shares]
+    if shared and (claimed is None or served.unproven):
+        raise Unsupported(
+            f"{staging.request.where}: changes {listed(shared)}, of which each rank has a part; swap a full set of "
+            "weights, or the file of a delta between two full sets"
+        )
+    placed, digests, nonfinite, unproven = overlay(
+        parts, arena, served, staging.manifest.weights, staging.trees, staging.workers, staging.job
+    )
+    digests = {**served.digests, **digests}
+    if claimed is None or not unproven:
+        return identify(staging.manifest.weights, digests, labels, nonfinite), HostPatch(placed)
+    blank = bytes.fromhex(claimed)  # no block of other weights has this digest
+    for name, change in unproven.items():
+        blocks = set(change.blocks)
+        digests[name] = tuple(blank if index in blocks else each for index, each in enumerate(digests[name]))
+    return Identity(claimed, digests, dict(labels), nonfinite, unproven), HostPatch(placed)
 
 
 def report_of(
@@ -240,28 +268,37 @@ def overlay(
     parts: Mapping[str, ByteRanges],
     arena: Arena,
     before: Identity,
+    weights: Iterable[NamedTensor],
     trees: HashTrees,
     workers: WorkerThreads,
     job: Job,
-) -> tuple[tuple[ByteRanges, ...], dict[str, Blocks], dict[str, Counts]]:
+) -> tuple[tuple[ByteRanges, ...], dict[str, Blocks], dict[str, Counts], dict[str, SharedChange]]:
     """Lay parts over an arena's weights, which is only read. Return the new bytes, with their places in the arena, the
-    digests of the changed weights, and the counts of all weights that then have non-finite values.
+    digests of the changed weights, the counts of all weights that then have non-finite values, and the changes of
+    weights that ranks share, whose digests are not known yet.
 
-    Raises MemoryError, StageCancelled, and Unsupported for weights of which a rank has a part: it could not tell the
-    digest of the whole.
+    weights: as files have them. Raises MemoryError and StageCancelled.
     """
-    if shared := [name for name in parts if name in arena.layout.shares]:
-        raise Unsupported(
-            f"a delta changes {listed(shared)}, of which each rank has a part; swap a full set of weights"
-        )
-    changes = [
-        _Change(arena.layout.weights[name], part, arena.layout.slots[name], list(before.digests[name]))
-        for name, part in parts.items()
-    ]
+    whole = {weight.name: weight for weight in weights}
+    changes: list[_Change] = []
+    shared: dict[str, SharedChange] = {}
     tasks: list[Callable[[], None]] = []
-    for change in changes:
-        was_finite = change.weight.name not in before.nonfinite
-        if change.weight.stride is not None:
+    for name, part in parts.items():
+        share, was_finite = arena.layout.shares.get(name), name not in before.nonfinite
+        change = _Change(
+            arena.layout.weights[name],
+            part if share is None else share.cut(part),
+            arena.layout.slots[name],
+            list(before.digests[name]),
+        )
+        changes.append(change)
+        if share is not None:
+            assert arena.layout.rank is not None
+            rank, blocks = arena.layout.rank, part.blocks().tolist()
+            shared[name] = SharedChange(rank.shares(whole[name]), rank.number, whole[name].nbytes, blocks)
+            tasks += _notes(change, shared[name], arena)
+            tasks += _count_tasks(change, arena, was_finite)
+        elif change.weight.stride is not None:
             tasks.append(partial(_lay_over_all, change, arena, was_finite, job))
         else:
             tasks += _hash_tasks(change, arena, trees, workers, job)
@@ -280,7 +317,21 @@ def overlay(
         tuple(change.placed() for change in changes),
         {change.weight.name: tuple(change.digests) for change in changes},
         {name: counts for name, counts in nonfinite.items() if any(counts)},
+        shared,
     )
+
+
+def _notes(change: _Change, shared: SharedChange, arena: Arena) -> Iterator[Callable[[], None]]:
+    """Yield the tasks that note what this rank tells the others of each block that changes."""
+
+    def content(begin: int, end: int) -> memoryview:
+        memory = memoryview(bytearray(arena.fetch(change.slot.offset + begin, end - begin)))
+        for at, data in change.part.within(begin, end):
+            memory[at : at + len(data)] = data
+        return memory
+
+    for block in shared.blocks:
+        yield partial(shared.note, block, content)
 
 
 @dataclass

@@ -21,7 +21,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def steps(size: int) -> st.SearchStrategy[Step]:
-    whats = st.sampled_from(["call", "swap", "stage", "refuse", "roll back"])
+    whats = st.sampled_from(["call", "swap", "delta", "stage", "refuse", "roll back"])
     return st.builds(Step, whats, st.integers(0, 3), st.integers(0, size - 1))
 
 
@@ -40,7 +40,7 @@ def check(told: list[Told | None], size: int) -> list[Told]:
 def test_a_storm_of_changes_and_refusals(residency: str, rig: tuple[Path, int]) -> None:
     folder, size = rig
     draw = random.Random(size)
-    whats = ["call", "call", "swap", "stage", "refuse", "roll back"]
+    whats = ["call", "call", "swap", "delta", "stage", "refuse", "roll back"]
     played = [Step(draw.choice(whats), draw.randrange(4), draw.randrange(size)) for _ in range(60)]
     ended = check(play(folder, size, residency, played), size)
     assert len(ended) == size

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import numpy as np
+import pytest
 import torch
-from hypothesis import given
+from blake3 import blake3
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from weightswap_runtime.format.cuts import Share, part_of_rank
+from weightswap_runtime.byte_ranges import ByteRanges
+from weightswap_runtime.format import cuts
+from weightswap_runtime.format.cuts import Share, SharedChange, digests_together, part_of_rank
 from weightswap_runtime.format.manifest import Cut, NamedTensor
 
 
@@ -45,6 +54,92 @@ def test_a_share_is_the_chunk_of_each_group_whatever_ranges_it_is_gathered_from(
             share.gather(begin, raw[begin:end], target)
             begin = end
         assert bytes(found) == expected.contiguous().numpy().tobytes()
+
+
+@given(_cut_weights(), st.data())
+def test_new_bytes_of_the_whole_are_cut_as_the_whole_is(
+    weight: tuple[torch.Tensor, Cut, int], data: st.DataObject
+) -> None:
+    whole, cut, size = weight
+    row = NamedTensor(name="w", dtype="I16", shape=tuple(whole.shape))
+    raw = bytearray(whole.numpy().tobytes())
+    assume(raw)
+    edges = sorted(data.draw(st.sets(st.integers(0, len(raw)), max_size=12), "edges"))
+    runs = np.array(list(zip(edges[::2], edges[1::2], strict=False)), np.int64).reshape(-1, 2)
+    ranges = ByteRanges.of(runs, memoryview(data.draw(st.binary(min_size=(n := _total(runs)), max_size=n))))
+    changed = memoryview(bytearray(raw))
+    for begin, new in ranges.pieces():
+        changed[begin : begin + len(new)] = new
+    for share in (Share.of(row, cut, size, rank) for rank in range(size)):
+        part, expected = (memoryview(bytearray(share.before(len(raw)))) for _ in range(2))
+        share.gather(0, memoryview(raw), part)
+        share.gather(0, changed, expected)
+        mine = share.cut(ranges)
+        assert mine.fit(len(part))
+        for begin, new in mine.pieces():
+            part[begin : begin + len(new)] = new
+        assert part == expected
+        share.spread(0, expected, memoryview(raw))
+    assert raw == changed
+
+
+def _total(runs: np.ndarray) -> int:
+    return int((runs[:, 1] - runs[:, 0]).sum())
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(_cut_weights(), st.integers(1, 40), st.integers(1, 100), st.data())
+def test_ranks_find_the_digests_of_blocks_together(
+    monkeypatch: pytest.MonkeyPatch,
+    weight: tuple[torch.Tensor, Cut, int],
+    block: int,
+    at_once: int,
+    data: st.DataObject,
+) -> None:
+    whole, cut, size = weight
+    row = NamedTensor(name="w", dtype="I16", shape=tuple(whole.shape))
+    raw = memoryview(whole.numpy().tobytes())
+    assume(raw)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuts, "BLOCK", block)
+        patch.setattr(cuts, "_AT_ONCE", at_once)
+        blocks = sorted(data.draw(st.sets(st.integers(0, (len(raw) - 1) // block), max_size=8), "blocks"))
+        shares = [Share.of(row, cut, size, rank) for rank in range(size)]
+        changes = [SharedChange(shares, rank, len(raw), blocks) for rank in range(size)]
+        for share, change in zip(shares, changes, strict=True):
+            part = memoryview(bytearray(share.before(len(raw))))
+            share.gather(0, raw, part)
+            for index in blocks:
+                change.note(index, lambda begin, end, part=part: part[begin:end])
+        meeting = Meeting(size)
+        with ThreadPoolExecutor(size) as pool:
+            found = list(
+                pool.map(lambda each: digests_together({"w": each[1]}, meeting.of(each[0])), enumerate(changes))
+            )
+    expected = {index: blake3(raw[index * block : (index + 1) * block]).digest() for index in blocks}
+    assert found == [{"w": expected}] * size
+    most = max([at_once, min(block, len(raw)), 32])
+    assert all(length <= most for length in meeting.lengths)
+
+
+class Meeting:
+    """An exchange of ranks that are threads."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._raws = Barrier(size, timeout=30), [b""] * size
+        self.lengths: list[int] = []
+
+    def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
+        def exchange(raw: bytes) -> list[bytes]:
+            self._raws[rank] = raw
+            self._barrier.wait()
+            found = list(self._raws)
+            self.lengths += map(len, found)
+            assert len({len(each) for each in found}) == 1
+            self._barrier.wait()
+            return found
+
+        return exchange
 
 
 def _groups(whole: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, ...]:

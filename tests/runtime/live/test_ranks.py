@@ -33,6 +33,7 @@ from weightswap_runtime.errors import (
     Unsupported,
     WeightswapError,
 )
+from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.model import loading
 
 RESIDENCIES = ("double", "single")
@@ -350,33 +351,107 @@ def test_what_one_rank_would_do_alone_is_refused(what: str, files: Files) -> Non
     together(files, work)
 
 
+@pytest.fixture
+def deltas(files: Files, tmp_path: Path) -> Callable[[int, int], Path]:
+    """The file of the delta between two of the sets."""
+
+    def delta(old: int, new: int) -> Path:
+        path = tmp_path / f"{old}-{new}.safetensors"
+        if not path.exists():
+            assert {"packed", "first", "second"} < set(write_delta(files.sets[old], files.sets[new], out=path).changed)
+        return path
+
+    for old, new in ((1, 2), (2, 0)):
+        delta(old, new)
+    return delta
+
+
+Deltas = Callable[[int, int], Path]
+
+
 @pytest.mark.parametrize("residency", RESIDENCIES)
-def test_a_delta_of_what_every_rank_has_is_taken_and_others_are_refused(
-    residency: str, files: Files, tmp_path: Path
-) -> None:
-    parts = write_delta(files.sets[1], files.sets[2], out=tmp_path / "parts.safetensors")
+def test_deltas_are_laid_over_what_each_rank_has(residency: str, files: Files, deltas: Deltas, tmp_path: Path) -> None:
     other = write_set(tmp_path / "other.safetensors", 1, bias=7.0)
     write_delta(files.sets[1], other, out=tmp_path / "whole.safetensors")
     expected = whole(values(1) | {"bias": torch.full((4,), 7.0)}, X)
-    assert set(parts.changed) > {"first"}
+    ids = [known_weights(path).weights_id for path in files.sets]
 
     def work(model: Model, _: Ranks) -> None:
-        error = caught(lambda: model.swap(tmp_path / "parts.safetensors"))
-        assert "of which each rank has a part; swap a full set" in str(error)
-        assert serves(model, 1)
-        receipt = model.swap(tmp_path / "whole.safetensors")
+        for _ in range(2):
+            receipt = model.swap(deltas(1, 2))
+            assert (receipt.kind, receipt.weights_id, model.weights_id) == ("delta", ids[2], ids[2])
+            assert serves(model, 2)
+            model.rollback()
+            assert (serves(model, 1), model.weights_id) == (True, ids[1])
+        model.swap(deltas(1, 2))
+        assert model.swap(deltas(2, 0)).weights_id == ids[0]  # from what the delta before led to
+        assert serves(model, 0)
+        with model.stage(deltas(1, 2), onto=[(files.sets[1], ids[1])], background=True) as staged:
+            staged.wait()
+            assert staged.weights_id == ids[2]
+            assert staged.commit().weights_id == ids[2]
+        assert serves(model, 2)
+        model.swap(files.sets[1])
+        receipt = model.swap(tmp_path / "whole.safetensors")  # of what every rank has
         assert receipt.kind == "delta"
         assert torch.allclose(model(X)[0], expected, atol=1e-4)
-        model.rollback()
-        assert serves(model, 1)
         assert model.swap(other).weights_id == receipt.weights_id
-        onto = [(files.sets[1], model.history[0].weights_id)]
-        model.swap(files.sets[0])
-        with model.stage(tmp_path / "whole.safetensors", onto=onto, background=True) as staged:
-            assert staged.commit().weights_id == receipt.weights_id
-        assert torch.allclose(model(X)[0], expected, atol=1e-4)
 
     together(files, work, residency=residency, keep_previous="host" if residency == "single" else None)
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_a_delta_that_leads_elsewhere_is_refused_by_all(
+    residency: str, files: Files, deltas: Deltas, tmp_path: Path
+) -> None:
+    """No rank alone can tell."""
+    ids = [known_weights(path).weights_id for path in files.sets]
+    forged = tmp_path / "forged.safetensors"
+    forged.write_bytes(deltas(1, 2).read_bytes().replace(ids[2].encode(), ids[0].encode()))
+
+    def work(model: Model, ranks: Ranks) -> None:
+        for path in (forged, deltas(1, 2) if ranks.rank else forged):
+            error = caught(lambda path=path: model.swap(path))
+            assert isinstance(error, RanksRefused)
+            assert serves(model, 1)
+        error = caught(lambda: model.swap(forged))
+        assert f"leads to the weights {ids[2][:12]}, not to {ids[0][:12]} as it claims" in str(error)
+        assert model.weights_id == ids[1]
+        staged = model.stage(forged)
+        with pytest.raises(RanksRefused):
+            staged.try_on_ranks()
+        staged.discard()
+        assert serves(model, 1)
+        assert model.swap(deltas(1, 2)).weights_id == ids[2]
+        assert serves(model, 2)
+
+    together(files, work, residency=residency)
+
+
+def test_a_delta_on_one_rank_and_a_full_set_on_another_are_refused(files: Files, deltas: Deltas) -> None:
+    def work(model: Model, ranks: Ranks) -> None:
+        error = caught(lambda: model.swap(deltas(1, 2) if ranks.rank else files.sets[2]))
+        assert isinstance(error, RanksRefused)
+        assert "kind delta" in error.reasons[1]
+        assert serves(model, 1)
+
+    together(files, work)
+
+
+def test_rows_from_memory_of_what_is_cut_are_refused(files: Files) -> None:
+    """What they lead to is not known before the vote."""
+    changed = values(1) | {"mark": values(1)["mark"][:2]}
+    changed["first"][2] += 1
+
+    def work(model: Model, _: Ranks) -> None:
+        error = caught(lambda: model.swap(changed, rows={"first": torch.tensor([2])}))
+        assert "changes first, of which each rank has a part; swap a full set of weights, or the file" in str(error)
+        assert serves(model, 1)
+        changed_whole = model.swap(changed)
+        assert changed_whole.kind == "full"
+        assert torch.allclose(model(X)[0], whole(changed, X), atol=1e-4)
+
+    together(files, work)
 
 
 def test_a_pin_on_one_rank_keeps_all_from_a_commit_in_place(files: Files) -> None:

@@ -300,7 +300,7 @@ def test_a_change_of_half_a_value_is_judged_with_the_other_half(
     arena, content = HostArena(ArenaLayout([weight])), memoryview(bytes.fromhex(data))
     served = identify([weight], {"w": block_digests(arena.view("w"))}, {})
     parts = ByteRanges.of(np.array([[begin, begin + len(content)]]), content)
-    _, _, found = overlay({"w": parts}, arena, served, HashTrees(None), WorkerThreads(1), Job())
+    _, _, found, _ = overlay({"w": parts}, arena, served, [weight], HashTrees(None), WorkerThreads(1), Job())
     assert found == ({} if expected is None else {"w": Counts(*expected)})
 
 
@@ -316,7 +316,7 @@ def test_single_bytes_of_many_values_are_judged_with_the_rest() -> None:
     after = bytearray(arena.view("w"))
     for begin, data in part.pieces():
         after[begin] = data[0]
-    _, _, found = overlay({"w": part}, arena, served, HashTrees(None), WorkerThreads(2), Job())
+    _, _, found, _ = overlay({"w": part}, arena, served, [weight], HashTrees(None), WorkerThreads(2), Job())
     assert found["w"] == Counts(*_numbers(memoryview(after)))
 
 
