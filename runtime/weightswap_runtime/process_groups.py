@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MOST_DOCUMENT = 64 << 20  # bytes of a document: a receipt names each weight that is not finite
-_EXCHANGE = 1  # the tag of these messages, apart from others between two ranks
+_EXCHANGE = 1  # the tag of these messages, apart from others between two ranks, is this and their size
 _SHORT_NAP, _LONG_NAP = 1e-4, 5e-3  # seconds between two looks whether something has ended
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -141,7 +141,8 @@ class Members:
     def exchange(self, raw: bytes, timeout: float) -> list[bytes]:
         """Do what `gather` does, with each rank by itself: if one dies, all know at once, not only its neighbours.
 
-        timeout: seconds to wait for all; on a device, the group's own is used.
+        timeout: seconds to wait for all; on a device, the group's own is used. Messages of different sizes do not meet:
+        whoever gave them waits in vain, where gloo would end the process.
         """
         if self.device.type != "cpu":
             return self.gather(raw)
@@ -149,8 +150,9 @@ class Members:
 
         mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         others = {rank: torch.empty_like(mine) for rank in range(self.size) if rank != self.rank}
-        works = [self._begin(partial(self._group.send, [mine], rank, _EXCHANGE)) for rank in others]
-        works += [self._begin(partial(self._group.recv, [one], rank, _EXCHANGE)) for rank, one in others.items()]
+        tag = _EXCHANGE + len(raw)
+        works = [self._begin(partial(self._group.send, [mine], rank, tag)) for rank in others]
+        works += [self._begin(partial(self._group.recv, [one], rank, tag)) for rank, one in others.items()]
         deadline = time.monotonic() + timeout
         for work in works:
             left = timedelta(seconds=max(0.001, deadline - time.monotonic()))

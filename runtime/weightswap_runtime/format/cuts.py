@@ -124,27 +124,29 @@ class SharedChange:
     """Change of a weight of which each rank has a part, whose digests no rank can tell alone.
 
     Of a changed block that one rank has as a whole, the first that has it tells the digest; of any other each tells
-    what it has, but ranks that have the same, of which one does.
+    what it has, but ranks that have the same, of which one does; the others hold what it tells against what they have.
     """
 
     def __init__(self, shares: Sequence[Share], rank: int, nbytes: int, blocks: Sequence[int]) -> None:
         """shares: of all ranks. nbytes: of the whole weight. blocks: the numbers of those that change, ascending."""
-        self._shares, self._rank, self._nbytes = shares, rank, nbytes
+        self._shares, self._nbytes = shares, nbytes
         self.blocks = blocks
-        self._told: dict[int, bytes] = {}
+        self._first = shares.index(shares[rank])  # the rank that tells what this one has
+        self._tells = self._first == rank
+        self._mine: dict[int, bytes] = {}
 
     def note(self, block: int, content: Callable[[int, int], memoryview]) -> None:
-        """Keep what this rank tells of a block. content: returns new bytes of its part, between two places there."""
+        """Keep what is to tell of a block. content: returns new bytes of this rank's part, between two places there."""
         spans = self._spans(block)
-        if self._rank in spans:
+        if self._first in spans:
             begin, end = self._range(block)
-            share = self._shares[self._rank]
+            share = self._shares[self._first]
             data = content(share.before(begin), share.before(end))
-            self._told[block] = blake3(data).digest() if spans[self._rank] == end - begin else bytes(data)
+            self._mine[block] = blake3(data).digest() if spans[self._first] == end - begin else bytes(data)
 
     def told(self, block: int) -> bytes:
         """Return what this rank tells of a block."""
-        return self._told.get(block, b"")
+        return self._mine.get(block, b"") if self._tells else b""
 
     def lengths(self, block: int) -> dict[int, int]:
         """Return how many bytes each rank tells of a block, for those that do."""
@@ -152,8 +154,10 @@ class SharedChange:
         return {rank: _DIGEST if span == end - begin else span for rank, span in self._spans(block).items()}
 
     def digest(self, block: int, told: Mapping[int, memoryview]) -> bytes:
-        """Return the digest of a block from what ranks have told."""
+        """Return the digest of a block from what ranks have told; for what this rank has, too, from that."""
         begin, end = self._range(block)
+        if block in self._mine:
+            told = {**told, self._first: memoryview(self._mine[block])}
         spans = self._spans(block)
         if any(span == end - begin for span in spans.values()):
             [digest] = told.values()

@@ -188,15 +188,16 @@ class Ranks:
     def _gather(self, vote: Vote) -> list[Vote]:
         """Tell all ranks a vote, and return those of all. Raises RanksLost."""
         return self.exchange(
-            _encoded(vote), lambda votes: [msgspec.json.decode(raw.rstrip(b"\0"), type=Vote) for raw in votes]
+            lambda tell: [msgspec.json.decode(raw.rstrip(b"\0"), type=Vote) for raw in tell(_encoded(vote))]
         )
 
-    def exchange(self, raw: bytes, read: Callable[[list[bytes]], T]) -> T:
-        """Tell all ranks bytes, as many on each; return what `read` makes of those of all. Raises RanksLost."""
+    def exchange(self, work: Callable[[Callable[[bytes], list[bytes]]], T]) -> T:
+        """Return what some work returns, with a function that tells all ranks bytes, as many on each, and returns those
+        of all. Raises RanksLost, also if the work fails, as others may wait for what it would have told."""
         if self.lost is not None:
             raise RanksLost(str(self.lost))
         try:
-            return read(self._members.exchange(raw, self.timeout))
+            return work(lambda raw: self._members.exchange(raw, self.timeout))
         except BaseException as error:
             lost = self._lose(error)
             if not isinstance(error, Exception):

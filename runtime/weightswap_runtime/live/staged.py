@@ -268,7 +268,14 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         return await in_thread(lambda: self.commit(timeout=timeout), self.cancel_soon)
 
     def _served_id(self) -> str | None:
-        return self.weights_id
+        return self._to_call().identity.weights_id
+
+    def _to_call(self) -> StagedWeights:
+        """Return the weights for a call of them. Raises Unsupported for those that may differ from rank to rank."""
+        weights = self._opened()
+        if weights.identity.unproven:
+            raise Unsupported("the ranks have not proven yet that they have the same weights: try_on_ranks() first")
+        return weights
 
     def _is_served(self, weights: StagedWeights) -> bool:
         current = self._gate.current
@@ -295,7 +302,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
         lease = Claim()
         with self._closing:
-            session = self._opened().trial_session(Job())
+            session = self._to_call().trial_session(Job())
             self._gate.acquire_session(session, lease)
         try:
             bound = session.bound[self._methods.member]

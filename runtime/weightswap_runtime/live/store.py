@@ -327,7 +327,7 @@ class WeightStore:
     def _prove_on_ranks(self, ranks: Ranks, staged: StagedWeights) -> None:
         """Prove that a delta of weights that ranks share leads to the id that it claims. Raises as `try_on_ranks`."""
         identity = staged.identity
-        found = digests_together(identity.unproven, lambda raw: ranks.exchange(raw, list))
+        found = ranks.exchange(partial(digests_together, identity.unproven))
         digests = {
             name: tuple(blocks.get(index, each) for index, each in enumerate(identity.digests[name]))
             for name, blocks in found.items()

@@ -126,7 +126,7 @@ def lay_over(
     digests = {**served.digests, **digests}
     if claimed is None or not unproven:
         return identify(staging.manifest.weights, digests, labels, nonfinite), HostPatch(placed)
-    blank = bytes.fromhex(claimed)  # no block of other weights has this digest
+    blank = b""  # which no block has
     for name, change in unproven.items():
         blocks = set(change.blocks)
         digests[name] = tuple(blank if index in blocks else each for index, each in enumerate(digests[name]))

@@ -122,6 +122,21 @@ def test_ranks_find_the_digests_of_blocks_together(
     assert all(length <= most for length in meeting.lengths)
 
 
+@pytest.mark.parametrize("dim", [0, 1])  # a block is of one rank, and its twin; of all of them
+def test_a_rank_that_has_other_bytes_than_its_twin_finds_another_digest(dim: int) -> None:
+    row = NamedTensor(name="w", dtype="U8", shape=(4, 4 if dim else 1 << 20))
+    size, raw = 4, memoryview(bytearray(1 << (4 if dim else 22)))
+    shares = [Share.of(row, Cut(dim=dim, repeat=2), size, rank) for rank in range(size)]
+    changes = [SharedChange(shares, rank, len(raw), [0]) for rank in range(size)]
+    for rank, change in enumerate(changes):
+        change.note(0, lambda begin, end, odd=rank == 1: memoryview(bytes([odd]) * (end - begin)))
+    meeting = Meeting(size)
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(lambda rank: digests_together({"w": changes[rank]}, meeting.of(rank)), range(size)))
+    right = {"w": {0: blake3(raw[: 1 << 20]).digest()}}
+    assert [each == right for each in found] == [True, False, True, True]
+
+
 class Meeting:
     """An exchange of ranks that are threads."""
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from blake3 import blake3
 
 from tests.support.damage import damaged
 from tests.support.ranks import X, on_ranks, split_artifact, values, whole, write_set
@@ -34,6 +35,7 @@ from weightswap_runtime.errors import (
     WeightswapError,
 )
 from weightswap_runtime.following.desired_store import known_weights
+from weightswap_runtime.format.cuts import SharedChange
 from weightswap_runtime.model import loading
 
 RESIDENCIES = ("double", "single")
@@ -426,6 +428,74 @@ def test_a_delta_that_leads_elsewhere_is_refused_by_all(
         assert serves(model, 2)
 
     together(files, work, residency=residency)
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_different_deltas_that_claim_the_same_serve_no_mixture(
+    residency: str, files: Files, deltas: Deltas, tmp_path: Path
+) -> None:
+    """Neither if they are tried before all have proven what they lead to."""
+    ids = [known_weights(path).weights_id for path in files.sets]
+    write_delta(files.sets[1], files.sets[0], out=tmp_path / "other.safetensors")
+    forged = tmp_path / "forged.safetensors"
+    forged.write_bytes((tmp_path / "other.safetensors").read_bytes().replace(ids[0].encode(), ids[2].encode()))
+
+    def work(model: Model, ranks: Ranks) -> None:
+        with model.stage(forged if ranks.rank else deltas(1, 2)) as staged:
+            for work in (lambda: staged(X), staged.try_on_ranks, staged.commit):
+                assert isinstance(caught(work), RanksRefused)
+                assert serves(model, 1)
+        with model.stage(deltas(1, 2)) as staged:
+            assert "try_on_ranks() first" in str(caught(lambda: staged(X)))
+            staged.try_on_ranks()
+            assert staged(X)[1].tolist() == [2.0, 2.0]
+            assert serves(model, 1)
+
+    together(files, work, residency=residency)
+
+
+def test_a_claim_is_not_taken_for_the_digest_of_a_block(files: Files, deltas: Deltas, tmp_path: Path) -> None:
+    """What was staged, and refused, would pass for what is served, so that the next delta would not copy that."""
+    ids = [known_weights(path).weights_id for path in files.sets]
+    claim = blake3(values(1)["first"].numpy().tobytes()).hexdigest()
+    forged = tmp_path / "forged.safetensors"
+    forged.write_bytes(deltas(2, 0).read_bytes().replace(ids[0].encode(), claim.encode()))
+    other = write_set(tmp_path / "other.safetensors", 1, bias=7.0)
+    write_delta(files.sets[1], other, out=tmp_path / "bias.safetensors")
+
+    def work(model: Model, _: Ranks) -> None:
+        with model.stage(forged, onto=[(files.sets[2], ids[2])]) as staged:
+            assert "as it claims" in str(caught(staged.commit))
+        model.swap(tmp_path / "bias.safetensors")
+        assert torch.allclose(model(X)[0], whole(values(1) | {"bias": torch.full((4,), 7.0)}, X), atol=1e-4)
+
+    together(files, work)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_rank_that_cannot_tell_its_changes_is_lost(
+    error: type[BaseException], files: Files, deltas: Deltas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for that, and must not take its next vote for it."""
+    told, failing = SharedChange.told, set[int]()
+
+    def fail(change: SharedChange, block: int) -> bytes:
+        if threading.get_ident() in failing:
+            raise error
+        return told(change, block)
+
+    monkeypatch.setattr(SharedChange, "told", fail)
+
+    def run(ranks: Ranks) -> None:
+        model = load(files.artifact, files.sets[1], ranks=ranks)
+        if ranks.rank:
+            failing.add(threading.get_ident())
+        with pytest.raises(KeyboardInterrupt if ranks.rank and error is KeyboardInterrupt else RanksLost):
+            model.swap(deltas(1, 2))
+        assert isinstance(caught(lambda: model(X)), RanksLost)
+        assert model.weights_id == known_weights(files.sets[1]).weights_id
+
+    assert on_ranks(2, run, timeout=1.0) == [None, None]
 
 
 def test_a_delta_on_one_rank_and_a_full_set_on_another_are_refused(files: Files, deltas: Deltas) -> None:
