@@ -498,6 +498,15 @@ def test_a_rank_that_cannot_tell_its_changes_is_lost(
     assert on_ranks(2, run, timeout=1.0) == [None, None]
 
 
+def test_ranks_that_tell_more_and_less_are_lost() -> None:
+    """As after an interrupt, after which one votes and the other tells its changes; gloo would end the process."""
+
+    def run(ranks: Ranks) -> type[WeightswapError]:
+        return type(caught(lambda: ranks.exchange(lambda tell: tell(bytes(4096 if ranks.rank else 40)))))
+
+    assert on_ranks(2, run, timeout=0.5) == [RanksLost, RanksLost]
+
+
 def test_a_delta_on_one_rank_and_a_full_set_on_another_are_refused(files: Files, deltas: Deltas) -> None:
     def work(model: Model, ranks: Ranks) -> None:
         error = caught(lambda: model.swap(deltas(1, 2) if ranks.rank else files.sets[2]))
