@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from safetensors.numpy import save_file
 from tests.support.standin import StandIn
 from weightswap_runtime import native
 from weightswap_runtime.errors import StageCancelled, WeightFileError
+from weightswap_runtime.format import weight_set
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.jobs import Job
+from weightswap_runtime.memory import device_arena
 from weightswap_runtime.memory.arena import ArenaLayout, Copy
 from weightswap_runtime.memory.device_arena import BUFFER_BYTES, DeviceArena, Ring
 from weightswap_runtime.sources.byte_source import LocalFile
@@ -261,6 +264,96 @@ def test_a_file_that_was_cut_short_is_refused(device: StandIn, file: Path) -> No
     device.upload = cut  # type: ignore[method-assign]
     with pytest.raises(WeightFileError, match="early; it was truncated while it was read"):
         read(device, file)
+
+
+class WithNative(StandIn):
+    """A stand-in to which native code copies: CUDA's functions work in its streams."""
+
+    fails_at = 0  # the number of the copy of each upload that fails
+
+    def upload(
+        self, target: Any, copies: Sequence[Copy], source: int | memoryview, through: Any, check: Callable[[], None]
+    ) -> bool:
+        total, done, stream = sum(copy.nbytes for copy in copies), 0, self.current()
+        marks: dict[int, Any] = {}
+        turns = iter(range(1, 1 << 20))
+
+        def copy(to: int, begin: int, size: int, kind: int, _: int) -> int:
+            assert target.address <= to <= to + size <= target.address + target.nbytes
+            assert through.address <= begin <= begin + size <= through.address + native.UPLOAD_BYTES
+            self.ask(lambda: bool(ctypes.memmove(to, begin, size)))
+            return int(next(turns) == self.fails_at)
+
+        def create(event: Any, _: int) -> int:
+            event[0] = len(marks) + 1
+            marks[len(marks) + 1] = None
+            return 0
+
+        def record(event: int, _: int) -> int:
+            marks[event] = self.mark(stream)
+            return 0
+
+        def wait(event: int) -> int:
+            self.finish(marks[event])
+            return 0
+
+        functions = COPY(copy), CREATE(create), RECORD(record), EVENT(wait), EVENT(lambda event: 0)
+        api = (ctypes.c_void_p * 5)(*(ctypes.cast(each, ctypes.c_void_p) for each in functions))
+        file, memory = (source, None) if isinstance(source, int) else (-1, native.address(source))
+        columns = np.array(copies, np.int64).T.copy()
+        assert native.library is not None
+        self.uploaded.append(list(copies))
+        while done < total:
+            check()
+            marks.clear()
+            done = native.library.upload(
+                api, ctypes.c_void_p(1), file, memory, ctypes.c_void_p(target.address), *map(native.address, columns),
+                ctypes.c_int64(len(copies)), ctypes.c_int64(done), ctypes.c_void_p(through.address), ctypes.c_int64(0),
+            )  # fmt: skip
+            if done < 0:
+                return False
+        return True
+
+
+def shards(rng: np.random.Generator, folder: Path) -> dict[str, np.ndarray]:
+    """Write files of tensors of all sizes, many of which lie where files meet."""
+    values: dict[str, np.ndarray] = {}
+    places: dict[str, str] = {}
+    for shard in range(int(rng.integers(1, 7))):
+        sizes = rng.choice([0, 1, 255, 256, 257, 70_000, PIECE + 3, 5 * MB], int(rng.integers(1, 12)))
+        names = [f"{rng.integers(10)}.{shard}.{index}" for index in range(len(sizes))]
+        parts = {name: rng.integers(0, 256, size, np.uint8) for name, size in zip(names, sizes, strict=True)}
+        file = f"model-{shard}.safetensors"
+        save_file(parts, folder / file)
+        values |= parts
+        places |= dict.fromkeys(parts, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return values
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("fails_at", [0, 1, 3, None])
+def test_weights_of_several_files_arrive(
+    seed: int, fails_at: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where uploads fail half-way, and what they have begun is copied later; None: where there are none."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(device_arena, "LEAST", 0)
+    monkeypatch.setattr(weight_set, "_MOST_OPEN", 2)
+    values = shards(rng, tmp_path)
+    device = WithNative(seed)
+    device.inspection, device.uploads, device.fails_at = OnDevice(device), fails_at is not None, fails_at or 0
+    if fails_at is None:
+        monkeypatch.setattr(WithNative, "upload", StandIn.upload)
+    layout = ArenaLayout([NamedTensor(name=name, dtype="U8", shape=value.shape) for name, value in values.items()])
+    arena, job = DeviceArena(device, layout, Ring(device, 4), serves=True), Job()
+    job.begin("reading", sum(value.nbytes for value in values.values()))
+    with open_weights(tmp_path) as weights, arena.writing():
+        found = reading.read_tensors(weights, {name: (name,) for name in values}, arena, WorkerThreads(3), job)
+    for name, value in values.items():
+        assert arena.fetch(layout.slots[name].offset, value.nbytes) == value.tobytes()
+        assert found.digests[name] == block_digests(memoryview(value))
+    assert job.progress.bytes_done == job.progress.bytes_total
 
 
 @pytest.mark.parametrize("uploads", [True, False])

@@ -306,14 +306,24 @@ def _reads(parts: Iterable[Part], unit: Callable[[Piece], int]) -> Iterator[list
         yield read
 
 
+def _file(group: Group) -> LocalFile | None:
+    """Return the local file of a group, which has parts of no other source then."""
+    source = group[0][0].piece.source
+    return source if isinstance(source, LocalFile) else None
+
+
 def _groups(reads: Iterable[list[Part]], most: int) -> Iterator[Group]:
-    """Yield groups of reads that a thread does in a row: one large read, or several small ones into one destination."""
+    """Yield groups of reads that a thread does in a row: one large read, or several small ones into one destination.
+
+    Those of a local file are by themselves, so that a device can take them from it.
+    """
     group: list[list[Part]] = []
     size = 0
     for read in reads:
         nbytes, destination = sum(part.stop - part.start for part in read), read[0].piece.destination
         full = len(group) == READS or size >= most or size + nbytes > destination.most
-        if group and (full or destination is not group[0][0].piece.destination):
+        other = group and (destination is not group[0][0].piece.destination or _file([read]) is not _file(group))
+        if group and (full or other):
             yield group
             group, size = [], 0
         group.append(read)
@@ -326,15 +336,14 @@ def _runs(groups: Iterable[Group], workers: WorkerThreads) -> Iterator[list[Grou
     """Yield groups that a thread does in a row: many of a local file, fewer at the end, so that all end together."""
     groups = list(groups)
     sizes = [sum(part.stop - part.start for read in group for part in read) for group in groups]
-    remaining, run, size, source = sum(sizes), list[Group](), 0, None
+    remaining, run, size = sum(sizes), list[Group](), 0
     for group, nbytes in zip(groups, sizes, strict=True):
-        first = group[0][0].piece.source
-        most = min(RUN_BYTES, remaining // (2 * workers.threads)) if isinstance(first, LocalFile) else 0
-        if run and (first is not source or size + nbytes > most):
+        most = min(RUN_BYTES, remaining // (2 * workers.threads)) if _file(group) else 0
+        if run and (_file(group) is not _file(run[0]) or size + nbytes > most):
             yield run
             run, remaining, size = [], remaining - size, 0
         run.append(group)
-        size, source = size + nbytes, first
+        size += nbytes
     if run:
         yield run
 
@@ -342,8 +351,8 @@ def _runs(groups: Iterable[Group], workers: WorkerThreads) -> Iterator[list[Grou
 def _upload(run: Sequence[Group], job: Job, inspection: Inspection) -> bool:
     """Read groups at once if they are of a local file without a rate limit. False: they must be read one by one."""
     parts = [part for group in run for read in group for part in read]
-    source = parts[0].piece.source
-    if not isinstance(source, LocalFile) or job.rate_limit is not None:
+    source = _file(run[0])
+    if source is None or job.rate_limit is not None:
         return False
     copies: list[Copy] = []
     for piece, start, stop in parts:
