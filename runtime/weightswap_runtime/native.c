@@ -241,6 +241,7 @@ typedef struct {
   int (*record)(void *event, void *stream);
   int (*wait)(void *event);
   int (*destroy)(void *event);
+  int (*forget)(void); /* cudaGetLastError: else torch would find a failure here behind its next kernel in this thread */
 } cuda;
 
 /* Reads all of some bytes. Returns 0; -1 if that fails or the file ends early. */
@@ -264,7 +265,7 @@ static int64_t nanoseconds(void) {
  * their bytes on. Returns how many bytes are done or enqueued in the stream: all, or fewer once `patience` nanoseconds
  * are over; the device has read `locked` then. Returns -1 if a read or a call of CUDA fails.
  *
- * file: where the ranges are read, or -1: they are in `memory`. targets, begins, sizes: of each range. */
+ * file: where the ranges are read, unless there is `memory`. targets, begins, sizes: of each range. */
 int64_t upload(const cuda *api, void *stream, int file, const uint8_t *memory, uint8_t *device, const int64_t *targets,
                const int64_t *begins, const int64_t *sizes, int64_t count, int64_t done, uint8_t *locked,
                int64_t patience) {
@@ -279,8 +280,8 @@ int64_t upload(const cuda *api, void *stream, int file, const uint8_t *memory, u
     void *event = events[turn % PIECES];
     if (turn && nanoseconds() > end) break;
     failed = turn >= PIECES && api->wait(event);
-    if (!failed && file < 0) memcpy(piece, memory + begin, size);
-    if (!failed && file >= 0) failed = read_all(file, piece, size, begin);
+    if (!failed && memory) memcpy(piece, memory + begin, size);
+    if (!failed && !memory) failed = read_all(file, piece, size, begin);
     failed = failed || api->copy(device + targets[range] + at, piece, size, TO_DEVICE, stream) ||
              api->record(event, stream);
     at += size, done += size;
@@ -289,5 +290,6 @@ int64_t upload(const cuda *api, void *stream, int file, const uint8_t *memory, u
   for (int64_t i = turn < PIECES ? 0 : turn - PIECES; i < turn && range < count && !failed; i++)
     failed = api->wait(events[i % PIECES]);
   while (created) api->destroy(events[--created]);
+  if (failed) api->forget();
   return failed ? -1 : done;
 }

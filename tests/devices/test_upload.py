@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory import device_arena
-from weightswap_runtime.memory.arena import ArenaLayout, Copy
+from weightswap_runtime.memory.arena import ArenaLayout, Copy, Inspected
 from weightswap_runtime.memory.device_arena import BUFFER_BYTES, DeviceArena, Ring
 from weightswap_runtime.sources.byte_source import LocalFile
 from weightswap_runtime.staging import reading
@@ -36,6 +38,7 @@ COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c
 CREATE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint)
 RECORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 EVENT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+FORGET = ctypes.CFUNCTYPE(ctypes.c_int)
 
 
 class LateDevice:
@@ -44,13 +47,14 @@ class LateDevice:
     def __init__(self) -> None:
         self.queue: list[tuple[int, int, int] | int] = []  # copies and events that are not done
         self.alive: set[int] = set()
-        self.created = self.longest = 0
+        self.created = self.longest = self.forgotten = 0
         self.fails_at: int | None = None  # the number of the copy that fails
         self._copies = 0
         self._functions = (
-            COPY(self.copy), CREATE(self.create), RECORD(self.record), EVENT(self.wait), EVENT(self.destroy)
+            COPY(self.copy), CREATE(self.create), RECORD(self.record), EVENT(self.wait), EVENT(self.destroy),
+            FORGET(self.forget),
         )  # fmt: skip
-        self.api = (ctypes.c_void_p * 5)(*(ctypes.cast(each, ctypes.c_void_p) for each in self._functions))
+        self.api = (ctypes.c_void_p * 6)(*(ctypes.cast(each, ctypes.c_void_p) for each in self._functions))
 
     def copy(self, to: int, source: int, size: int, kind: int, stream: int) -> int:
         self._copies += 1
@@ -78,6 +82,10 @@ class LateDevice:
         self.alive.remove(event)
         return 0
 
+    def forget(self) -> int:
+        self.forgotten += 1
+        return 0
+
     def work(self) -> None:
         work = self.queue.pop(0)
         if not isinstance(work, int):
@@ -96,7 +104,7 @@ class Upload:
 
     def run(self, patience: float = 3600, done: int = 0) -> int:
         """Return what the last call does."""
-        memory = self._source if isinstance(self._source, bytes) else b""
+        memory = self._source if isinstance(self._source, bytes) else None
         file = -1 if memory else os.open(str(self._source), os.O_RDONLY)
         columns = np.array(self._copies, np.int64).reshape(-1, 3).T.copy()
         total = sum(copy.nbytes for copy in self._copies)
@@ -181,6 +189,7 @@ def test_a_file_that_ends_early_and_a_copy_that_fails_are_told(kind: str, tmp_pa
         upload = Upload([Copy(0, 0, len(content))], source_of(kind, content, tmp_path))
         upload.device.fails_at = number
         assert upload.run() == -1
+        assert upload.device.forgotten == 1
 
 
 SIZE = 40 * MB + 5
@@ -254,6 +263,40 @@ def test_a_cancel_ends_an_upload(device: StandIn, file: Path) -> None:
         read(device, file, job)
 
 
+def test_an_error_ends_the_uploads_of_other_threads(device: StandIn, file: Path) -> None:
+    both, seconds = Barrier(2), time.monotonic() + 20
+
+    def upload(target: Any, copies: Any, source: Any, through: Any, check: Callable[[], None]) -> bool:
+        if both.wait() == 0:
+            raise WeightFileError("this one")
+        while time.monotonic() < seconds:
+            check()
+        return True
+
+    device.upload = upload  # type: ignore[method-assign]
+    with pytest.raises(WeightFileError, match="this one"):
+        read(device, file)
+    assert time.monotonic() < seconds
+
+
+def test_small_tensors_share_copies(device: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy costs microseconds, so one for each of thousands of scales or biases would be slower than a buffer."""
+    monkeypatch.setattr(device_arena, "LEAST", 0)
+    names = [f"{index}" for index in range(3000)]
+    save_file({name: np.full(8, index % 256, np.uint8) for index, name in enumerate(names)}, tmp_path / "w.safetensors")
+    arena = DeviceArena(
+        device,
+        ArenaLayout([NamedTensor(name=name, dtype="U8", shape=(8,)) for name in names]),
+        Ring(device, 4),
+        serves=True,
+    )
+    with open_weights(tmp_path / "w.safetensors") as weights, arena.writing():
+        reading.read_tensors(weights, {name: (name,) for name in names}, arena, WorkerThreads(2), Job())
+    assert device.copies < 20
+    for index, name in enumerate(names):
+        assert arena.fetch(arena.layout.slots[name].offset, 8) == bytes([index % 256]) * 8
+
+
 def test_a_file_that_was_cut_short_is_refused(device: StandIn, file: Path) -> None:
     upload = device.upload
 
@@ -297,8 +340,8 @@ class WithNative(StandIn):
             self.finish(marks[event])
             return 0
 
-        functions = COPY(copy), CREATE(create), RECORD(record), EVENT(wait), EVENT(lambda event: 0)
-        api = (ctypes.c_void_p * 5)(*(ctypes.cast(each, ctypes.c_void_p) for each in functions))
+        functions = COPY(copy), CREATE(create), RECORD(record), EVENT(wait), EVENT(lambda _: 0), FORGET(lambda: 0)
+        api = (ctypes.c_void_p * 6)(*(ctypes.cast(each, ctypes.c_void_p) for each in functions))
         file, memory = (source, None) if isinstance(source, int) else (-1, native.address(source))
         columns = np.array(copies, np.int64).T.copy()
         assert native.library is not None
@@ -340,6 +383,7 @@ def test_weights_of_several_files_arrive(
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(device_arena, "LEAST", 0)
     monkeypatch.setattr(weight_set, "_MOST_OPEN", 2)
+    monkeypatch.setattr(reading, "LEAST_MEAN", int(rng.choice([1, reading.LEAST_MEAN])))
     values = shards(rng, tmp_path)
     device = WithNative(seed)
     device.inspection, device.uploads, device.fails_at = OnDevice(device), fails_at is not None, fails_at or 0
@@ -354,6 +398,16 @@ def test_weights_of_several_files_arrive(
         assert arena.fetch(layout.slots[name].offset, value.nbytes) == value.tobytes()
         assert found.digests[name] == block_digests(memoryview(value))
     assert job.progress.bytes_done == job.progress.bytes_total
+
+
+def test_what_is_read_twice_counts_once(device: StandIn, file: Path) -> None:
+    """The host reads again what the device has judged wrongly."""
+    device.inspection = OnDevice(device, lambda _, blocks: Inspected([bytes(32)] * len(blocks.kinds), []))
+    job = Job()
+    job.begin("reading", 2 * SIZE)
+    read(device, file, job)
+    assert device.inspection is None
+    assert job.progress.bytes_done == 2 * SIZE
 
 
 @pytest.mark.parametrize("uploads", [True, False])

@@ -369,7 +369,7 @@ def _new_stream(device: torch.device, priority: int) -> torch.Stream:
 def _runtime() -> ctypes.Array[ctypes.c_void_p] | None:
     """Return the functions of CUDA that native code calls, as its struct; None if they are linked into torch."""
     loaded = ctypes.CDLL(None)
-    names = ("MemcpyAsync", "EventCreateWithFlags", "EventRecord", "EventSynchronize", "EventDestroy")
+    names = ("MemcpyAsync", "EventCreateWithFlags", "EventRecord", "EventSynchronize", "EventDestroy", "GetLastError")
     functions = [getattr(loaded, f"cuda{name}", None) for name in names]
     addresses = [ctypes.cast(function, ctypes.c_void_p) for function in functions if function is not None]
     return (ctypes.c_void_p * len(names))(*addresses) if len(addresses) == len(names) else None

@@ -18,6 +18,7 @@ from weightswap_runtime.errors import (
     DigestMismatch,
     MissingExtra,
     OutOfMemory,
+    StageCancelled,
     Unsupported,
     WeightsMismatch,
     WeightswapError,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 READS, GROUP_BYTES = 8, 8 << 20  # limits of what a thread reads in a row
 RUN_BYTES = 128 << 20  # that a thread sends to a device in a row: threads of the application run Python meanwhile
+LEAST_MEAN = 64 << 10  # bytes of copies to a device: smaller ones share one, as each costs microseconds of the driver
 SCRATCH = 64 << 20  # bytes of scratch memory beside the arena; a larger tensor is read alone
 IN_CACHE = 4 << 20  # bytes that are read before they are hashed
 COPY_STEP = 4 << 20  # bytes that are copied between two checks for a cancel
@@ -151,12 +153,14 @@ def _read_plain(pieces: Sequence[Piece], arena: Arena, workers: WorkerThreads, j
     ordered = [piece._replace(first=first) for piece, first in zip(ordered, firsts, strict=False)]
     with arena.inspecting([Content(piece.slot, piece.dtype) for piece in ordered]) as inspection:
         if inspection is not None:
+            before = job.progress
             others = [piece for piece in ordered if not _copied_on_device(piece, inspection, job)]
             read_pieces(others, workers, job, inspection)
             found = inspection.results()
             if found is not None:
                 _take_over(ordered, found, arena, workers, job)
                 return
+            job.progress = before
     read_pieces(ordered, workers, job)  # once more, if the arena could not inspect it
 
 
@@ -259,14 +263,38 @@ def read_pieces(
 
     reads = list(_reads((part for piece in ordered for part in _parts(piece, unit(piece))), unit))
     groups = _groups(reads, most or GROUP_BYTES)
-    work = _reader(job, inspection)
+    runs = [[group] for group in groups] if inspection is None else _runs(groups, workers)
+    _read_runs(runs, workers, job, inspection, stop)
 
-    def upload(run: Sequence[Group]) -> None:
-        if inspection is None or not _upload(run, job, inspection):
+
+def _read_runs(
+    runs: Iterable[list[Group]],
+    workers: WorkerThreads,
+    job: Job,
+    inspection: Inspection | None,
+    stop_others: Callable[[], None],
+) -> None:
+    """Read all runs. After an error none is read to its end, which may take long."""
+    work = _reader(job, inspection)
+    is_over = False
+
+    def stop() -> None:
+        nonlocal is_over
+        is_over = True
+        stop_others()
+
+    def check() -> None:
+        job.check()
+        if is_over:
+            raise StageCancelled("another thread has failed")
+
+    def read(run: Sequence[Group]) -> None:
+        if inspection is None or not _upload(run, job, inspection, check):
             for group in run:
+                check()
                 work(group)
 
-    workers.run_all(upload, [[group] for group in groups] if inspection is None else _runs(groups, workers), stop)
+    workers.run_all(read, runs, stop)
 
 
 def _in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
@@ -348,7 +376,7 @@ def _runs(groups: Iterable[Group], workers: WorkerThreads) -> Iterator[list[Grou
         yield run
 
 
-def _upload(run: Sequence[Group], job: Job, inspection: Inspection) -> bool:
+def _upload(run: Sequence[Group], job: Job, inspection: Inspection, check: Callable[[], None]) -> bool:
     """Read groups at once if they are of a local file without a rate limit. False: they must be read one by one."""
     parts = [part for group in run for read in group for part in read]
     source = _file(run[0])
@@ -364,9 +392,12 @@ def _upload(run: Sequence[Group], job: Job, inspection: Inspection) -> bool:
             copies[-1] = last._replace(nbytes=last.nbytes + gap + each.nbytes)
         else:
             copies.append(each)
-    for _ in job.steps(0, sum(part.stop - part.start for part in parts)):
+    nbytes = sum(part.stop - part.start for part in parts)
+    if nbytes < len(copies) * LEAST_MEAN:
+        return False
+    for _ in job.steps(0, nbytes):
         with source.descriptor() as file:
-            if not inspection.read(file, copies, job.check):
+            if not inspection.read(file, copies, check):
                 return False
     _note(parts, inspection)
     return True
