@@ -215,6 +215,39 @@ def test_an_interrupt_at_any_instruction_loses_no_buffer() -> None:
             return
 
 
+def test_an_interrupt_of_python_s_threading_leaves_the_ring_to_other_threads() -> None:
+    """Each call of what the standard library has in Python is interrupted once."""
+    for number in count(1):
+        ring = Ring(StandIn(0), 2)
+        ring.allocate()
+        left = [number]
+
+        def trace(frame: FrameType, _: str, __: object, left: list[int] = left) -> None:
+            if frame.f_code.co_filename == threading.__file__:
+                left[0] -= 1
+                if not left[0]:
+                    raise KeyboardInterrupt
+
+        def take(ring: Ring = ring) -> None:
+            with ring.acquire(ring._device.staging), ring.acquire(ring._device.staging):
+                pass
+
+        with suppress(KeyboardInterrupt):
+            sys.settrace(trace)
+            try:
+                with ring.acquire(ring._device.staging):
+                    pass
+            finally:
+                sys.settrace(None)
+        gc.collect()
+        other = Thread(target=take, daemon=True)
+        other.start()
+        other.join(10)
+        assert not other.is_alive()
+        if left[0] > 0:
+            return
+
+
 def test_an_error_of_the_device_is_raised() -> None:
     device = StandIn(0)
     region = Region(device, 100, Ring(device, 1))

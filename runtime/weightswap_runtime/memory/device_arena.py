@@ -9,9 +9,9 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
-from threading import Condition, Lock
+from threading import Lock, RLock
 from typing import Any, NamedTuple
 
 from blake3 import blake3
@@ -363,7 +363,9 @@ class Ring:
         self._device = device
         self._count = count
         self._turns: list[_Turn] = []  # first the buffer that was returned first, whose copies are likely done
-        self._changed = Condition()
+        # both are in C: an interrupt in a Condition's methods would leave its lock held for ever
+        self._lock = RLock()
+        self._returned = Lock()  # free once a buffer has been given back
 
     def allocate(self) -> None:
         """Allocate all buffers, or as many as fit a share of the host's free memory and can be locked, at least one.
@@ -372,7 +374,7 @@ class Ring:
         """
         free = available()
         most = self._count if free is None else min(self._count, max(1, free // SHARE // BUFFER_BYTES))
-        with self._changed:
+        with self._lock:
             while len(self._turns) < most:
                 try:
                     self._turns.insert(0, _Turn(self._device.lock(BUFFER_BYTES)))
@@ -402,24 +404,26 @@ class Ring:
             self._give_back(claim, self._device.mark(stream) if is_free else None)
 
     def _acquire(self, claim: Claim) -> _Turn:
-        with self._changed:
-            if not self._turns:
-                self.allocate()
-            while (free := next((turn for turn in self._turns if not turn.is_held), None)) is None:
-                self._changed.wait(POLL_SECONDS)  # not for ever: an interrupted thread does not pass the notice on
-            turn = free._replace(holder=weakref.ref(claim))
-            self._turns = [other for other in self._turns if other.buffer is not turn.buffer] + [turn]
-            return turn
+        while True:
+            with self._lock:
+                if not self._turns:
+                    self.allocate()
+                if (free := next((turn for turn in self._turns if not turn.is_held), None)) is not None:
+                    turn = free._replace(holder=weakref.ref(claim))
+                    self._turns = [other for other in self._turns if other.buffer is not turn.buffer] + [turn]
+                    return turn
+            self._returned.acquire(timeout=POLL_SECONDS)  # not for ever: an interrupted thread does not pass it on
 
     def _give_back(self, claim: Claim, copied: Event | None) -> None:
         """copied: the mark after the last copies; None: as before."""
-        with self._changed:
+        with self._lock:
             held = [turn for turn in self._turns if turn.holder is not None and turn.holder() is claim]
             self._turns = [turn for turn in self._turns if turn not in held] + [
                 turn._replace(copied=copied or turn.copied, holder=None) for turn in held
             ]
             claim.end()  # not sooner, or another thread would miss the mark that it has to wait for
-            self._changed.notify()
+        with suppress(RuntimeError):  # it is free
+            self._returned.release()
 
 
 class _Turn(NamedTuple):
