@@ -139,23 +139,26 @@ class StandIn:
         self.ask(work)
 
     def upload(
-        self, target: Any, copies: Sequence[Copy], source: int | memoryview, through: Any, check: Callable[[], None]
-    ) -> bool:
+        self, target: Any, copies: Sequence[Copy], source: int | memoryview, through: Any, done: int
+    ) -> int | None:
+        """Upload as much as the buffer holds."""
         if not self.uploads:
-            return False
-        self.uploaded.append(list(copies))
+            return None
+        if not done:
+            self.uploaded.append(list(copies))
+        skipped = done
         for offset, begin, nbytes in copies:
-            for at in range(0, nbytes, through.nbytes):
-                check()
-                size = min(through.nbytes, nbytes - at)
-                start = begin + at
-                data = os.pread(source, size, start) if isinstance(source, int) else source[start : start + size]
-                if len(data) < size:
-                    return False
-                through.content[:size] = data
-                self.copy(target, offset + at, through, 0, size)
-                self.finish(self.mark(self.current()))
-        return True
+            if skipped >= nbytes:
+                skipped -= nbytes
+                continue
+            size, start = min(through.nbytes, nbytes - skipped), begin + skipped
+            data = os.pread(source, size, start) if isinstance(source, int) else source[start : start + size]
+            if len(data) < size:
+                return None
+            through.content[:size] = data
+            self.copy(target, offset + skipped, through, 0, size)
+            return done + size
+        return done
 
     def scatter(self, target: Any, source: Any, rows: Rows) -> None:
         self._rows(target, source, source, rows)

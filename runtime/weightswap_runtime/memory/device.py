@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -111,18 +111,14 @@ class Device(Protocol):
         ...
 
     def upload(
-        self,
-        target: Buffer,
-        copies: Sequence[Copy],
-        source: int | memoryview,
-        through: LockedBuffer,
-        check: Callable[[], None],
-    ) -> bool:
+        self, target: Buffer, copies: Sequence[Copy], source: int | memoryview, through: LockedBuffer, done: int
+    ) -> int | None:
         """Enqueue copies of an open file's bytes, or of ordinary memory's, in the current stream, without Python.
 
-        They pass through a page-locked buffer of native.UPLOAD_BYTES or more. The source is read when this returns.
-        `check` is called several times a second, and may raise. Returns False, with some copied, if the device cannot
-        do that or if it failed: to copy with the other methods then says why.
+        They pass through a page-locked buffer of native.UPLOAD_BYTES or more. done: how many of all their bytes are
+        copied already. Returns how many are then, after some milliseconds perhaps not all; these are read, and the
+        buffer as well if it is not all. Returns None, with some copied, if the device cannot do that or if it failed:
+        to copy with the other methods then says why.
         """
         ...
 

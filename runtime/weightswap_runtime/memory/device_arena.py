@@ -166,9 +166,19 @@ class Region:
     def upload(
         self, copies: Sequence[Copy], source: int | memoryview, check: Callable[[], None] = lambda: None
     ) -> bool:
-        """Copy bytes of an open file, or of memory, through one of the ring's buffers, as `Device.upload` says."""
-        with self._acquire() as buffer, self.stream():
-            return self.device.upload(self.buffer, copies, source, buffer, check)
+        """Copy bytes of an open file, or of memory, through buffers of the ring, which others may have in between.
+
+        check: called several times a second; may raise. Returns False as `Device.upload` returns None.
+        """
+        total, done = sum(copy.nbytes for copy in copies), 0
+        while done < total:
+            check()
+            with self._acquire() as buffer, self.stream():
+                now = self.device.upload(self.buffer, copies, source, buffer, done)
+            if now is None:
+                return False
+            done = now
+        return True
 
     def read(self, offset: int, target: memoryview) -> None:
         """Copy bytes from an offset, through the ring; the host waits for them."""

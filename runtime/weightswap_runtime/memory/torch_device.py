@@ -36,7 +36,7 @@ from .arena import Copy, Inspected
 from .device import BlockTable, Inspector, Rows
 from .device_arena import Ring
 
-SLICE_NS = 50_000_000  # nanoseconds after which an upload can be cancelled
+SLICE_NS = 50_000_000  # nanoseconds after which an upload lets others have its buffer, and can be cancelled
 SPARE = 4  # buffers of a ring that are being copied, beside those that threads fill
 SOURCE = Path(__file__).with_name("blake3.cu")
 _KERNEL, _THREADS = "inspect_parts", 256  # as in the source, and so are the fields of _PART and RESULT
@@ -211,23 +211,26 @@ class Accelerator:
         target.tensor[at : at + nbytes].copy_(source.tensor[begin : begin + nbytes], non_blocking=True)
 
     def upload(
-        self, target: Any, copies: Sequence[Copy], source: int | memoryview, through: Any, check: Callable[[], None]
-    ) -> bool:
+        self, target: Any, copies: Sequence[Copy], source: int | memoryview, through: Any, done: int
+    ) -> int | None:
         runtime = _runtime() if self._on_cuda else None
         if runtime is None or native.library is None:
-            return False
-        total, done = sum(copy.nbytes for copy in copies), 0
+            return None
         columns = np.array(copies, np.int64).T.copy()
         file, memory = (source, None) if isinstance(source, int) else (-1, native.address(source))
-        ranges = (*map(native.address, columns), ctypes.c_int64(len(copies)))
-        where = ctypes.c_void_p(self.current_key()), file, memory, ctypes.c_void_p(target.address), *ranges
-        locked, slice_ = ctypes.c_void_p(through.address), ctypes.c_int64(SLICE_NS)
-        while done < total:
-            check()
-            done = native.library.upload(runtime, *where, ctypes.c_int64(done), locked, slice_)
-            if done < 0:
-                return False
-        return True
+        done = native.library.upload(
+            runtime,
+            ctypes.c_void_p(self.current_key()),
+            file,
+            memory,
+            ctypes.c_void_p(target.address),
+            *map(native.address, columns),
+            ctypes.c_int64(len(copies)),
+            ctypes.c_int64(done),
+            ctypes.c_void_p(through.address),
+            ctypes.c_int64(SLICE_NS),
+        )
+        return None if done < 0 else done
 
     @default_torch_modes()
     def scatter(self, target: Any, source: Any, rows: Rows) -> None:
