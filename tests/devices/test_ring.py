@@ -184,6 +184,18 @@ class Zeros:
         pass
 
 
+def acquire_under(trace: Callable[..., Any], ring: Ring) -> None:
+    """Acquire a buffer and give it back, which the trace function may interrupt."""
+    with suppress(KeyboardInterrupt):
+        sys.settrace(trace)
+        try:
+            with ring.acquire(ring._device.staging):
+                pass
+        finally:
+            sys.settrace(None)
+    gc.collect()
+
+
 def test_an_interrupt_at_any_instruction_loses_no_buffer() -> None:
     """Each instruction of the ring is interrupted once; afterwards both buffers can be taken."""
     for number in count(1):
@@ -201,14 +213,7 @@ def test_an_interrupt_at_any_instruction_loses_no_buffer() -> None:
                     raise KeyboardInterrupt
             return trace
 
-        with suppress(KeyboardInterrupt):
-            sys.settrace(trace)
-            try:
-                with ring.acquire(ring._device.staging):
-                    pass
-            finally:
-                sys.settrace(None)
-        gc.collect()
+        acquire_under(trace, ring)
         assert sum(not turn.is_held for turn in ring._turns) == 2
         if left[0] > 0:
             assert number > 100
@@ -232,14 +237,7 @@ def test_an_interrupt_of_python_s_threading_leaves_the_ring_to_other_threads() -
             with ring.acquire(ring._device.staging), ring.acquire(ring._device.staging):
                 pass
 
-        with suppress(KeyboardInterrupt):
-            sys.settrace(trace)
-            try:
-                with ring.acquire(ring._device.staging):
-                    pass
-            finally:
-                sys.settrace(None)
-        gc.collect()
+        acquire_under(trace, ring)
         other = Thread(target=take, daemon=True)
         other.start()
         other.join(10)

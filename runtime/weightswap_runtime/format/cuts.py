@@ -188,8 +188,7 @@ def digests_together(
     exchange: tells all ranks bytes, as many on each, and returns those of all, by rank.
     """
     found: dict[str, dict[int, bytes]] = {name: {} for name in changes}
-    for items in _rounds(changes):
-        most = max(_sizes(changes, items).values())
+    for items, most in _rounds(changes):
         mine = b"".join(changes[name].told(block) for name, block in items)
         rest = [memoryview(each) for each in exchange(mine.ljust(most, b"\0"))]
         for name, block in items:
@@ -200,26 +199,17 @@ def digests_together(
     return found
 
 
-def _rounds(changes: Mapping[str, SharedChange]) -> Iterator[list[tuple[str, int]]]:
-    """Yield groups of blocks of which each rank tells about _AT_ONCE bytes at most."""
+def _rounds(changes: Mapping[str, SharedChange]) -> Iterator[tuple[list[tuple[str, int]], int]]:
+    """Yield groups of blocks, and how many bytes a rank tells of them at most: about _AT_ONCE."""
     items: list[tuple[str, int]] = []
     size = 0
     for name, change in changes.items():
         for block in change.blocks:
             more = max(change.lengths(block).values())
             if items and size + more > _AT_ONCE:
-                yield items
+                yield items, size
                 items, size = [], 0
             items.append((name, block))
             size += more
     if items:
-        yield items
-
-
-def _sizes(changes: Mapping[str, SharedChange], items: Sequence[tuple[str, int]]) -> dict[int, int]:
-    """Return how many bytes each rank tells of blocks."""
-    sizes: dict[int, int] = {}
-    for name, block in items:
-        for rank, length in changes[name].lengths(block).items():
-            sizes[rank] = sizes.get(rank, 0) + length
-    return sizes
+        yield items, size
