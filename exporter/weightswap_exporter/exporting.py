@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -39,7 +38,15 @@ from weightswap_exporter.modules.tensors import ModelView, plain_buffers, unwrap
 from weightswap_runtime import Artifact, __version__
 from weightswap_runtime.engines.choosing import ENGINES
 from weightswap_runtime.engines.operators import RANKS
-from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, Unsupported, WeightswapError, listed
+from weightswap_runtime.errors import (
+    ArtifactError,
+    CaptureError,
+    ExportError,
+    Unsupported,
+    WeightswapError,
+    listed,
+    warn,
+)
 from weightswap_runtime.format.artifact import zeros
 from weightswap_runtime.format.canonical import encode_tensors
 from weightswap_runtime.format.cuts import part_of_rank
@@ -207,7 +214,7 @@ def _export(
             on_step(f"capturing {', '.join(specs)} as one of {parallel.size} ranks")
             manifest, files = _for_ranks(view, specs, parallel, *whole)
         for text in texts:  # before anything is written: a warning may be an error
-            warnings.warn(text, stacklevel=3)
+            warn(text)
         manifest = msgspec.structs.replace(manifest, generation=generation)
         if goldens:
             recorded = _recorded_calls(view, goldens, specs, manifest, files[CONSTANTS_NAME])
@@ -224,7 +231,7 @@ def _export(
         _write(path, manifest, files, method_engines, on_step)
     if lost := sorted(previous - _compiled_for(path)):
         text = f"{path}: the replaced artifact was compiled for {', '.join(lost)}, and the new one is not"
-        warnings.warn(f"{text}; run weightswap compile", stacklevel=3)
+        warn(f"{text}; run weightswap compile")
     return Artifact.open(path)
 
 

@@ -45,11 +45,12 @@ Words after a colon are values of the error's field `reason`.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from math import inf
 from numbers import Real
-from sys import float_info
 from threading import TIMEOUT_MAX
 from typing import Any, Literal
 
@@ -417,6 +418,14 @@ def lacks_memory(error: BaseException) -> bool:
     )
 
 
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the application that led here: the innermost one outside of weightswap."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("weightswap_"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
+
+
 _LIBRARY_ERRORS = ("CUDA error", "CUDA driver error", "cuDNN error", "cuDNN Frontend error", "cusolver error")
 RESTART = "Most device errors last as long as the process: if calls fail too, restart it."
 
@@ -452,7 +461,7 @@ def with_rule(why: str, rule: str) -> str:
 def is_number(value: Any) -> bool:
     """Return whether a value is a finite number that a float can hold; a bool is not a number."""
     is_real = type(value) is not bool and isinstance(value, Real)
-    return is_real and bool(abs(value) <= float_info.max)
+    return is_real and bool(abs(value) <= sys.float_info.max)
 
 
 def check_timeout(timeout: Any) -> None:

@@ -27,6 +27,7 @@ ROOT = 2046  # the last of 1024 + 512 + ... + 1 nodes
 BLOCK_BYTES = 32 * NODES  # of the digests of its nodes
 # Chunks of a block beyond which the blake3 package hashes all of it in less time: 140 us, against 0.5 us for a chunk
 MOST_CHUNKS = 256
+LEAST_BLOCKS = 4  # that change: fewer are hashed whole in less time than it takes to find their chunks
 _TASK = 1024  # least chunks for a thread: it takes about as long to start as to hash them
 _PER_BLOCK = BLOCK // CHUNK
 _log = logging.getLogger("weightswap.staging")

@@ -66,6 +66,7 @@ _MOST = (1 << 63) - 1  # the largest signed integer of 64 bits
 _SIZES = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST}}
 Array = Annotated[Raw, Meta(extra_json_schema={"type": "array"})]
 Count = Annotated[int, Meta(ge=0, le=_MOST)]
+_SHAPES = msgspec.json.Decoder(tuple[Count, ...])
 
 
 class InputTensor(Struct):
@@ -315,7 +316,7 @@ def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> tuple[dict[str,
 def _shape(tensor: InputTensor) -> tuple[int, ...]:
     try:
         if len(tensor.shape) <= _MOST_SHAPE:
-            return msgspec.json.decode(tensor.shape, type=tuple[Count, ...])
+            return _SHAPES.decode(tensor.shape)
         problem = f"has {len(tensor.shape)} bytes; an array has at most {_MOST_DIMENSIONS} dimensions"
     except msgspec.MsgspecError as error:
         problem = str(error)

@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import socket
+import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator
@@ -483,6 +484,24 @@ def test_a_client_that_asks_again_and_does_not_read(model: Model) -> None:
         assert raw.recv(8) == b"HTTP/1.1"
         raw.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
         assert eventually(lambda: not connections(running))
+
+
+def test_the_head_and_the_body_of_an_answer_are_one_segment(server: Server) -> None:
+    """Each system call of the server makes at least one."""
+    with socket.create_connection(("127.0.0.1", server.http_port), 20) as connection:
+        for number in range(1, 6):
+            connection.sendall(b"GET /v2 HTTP/1.1\r\nhost: a\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200 OK")
+            assert data_segments(connection) == number
+
+
+def data_segments(connection: socket.socket) -> int:
+    """Return how many segments with data have arrived: tcpi_data_segs_in of Linux's `struct tcp_info`."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 156)
+    return int.from_bytes(info[152:156], sys.byteorder)
 
 
 @pytest.mark.slow

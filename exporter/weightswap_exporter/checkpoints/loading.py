@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import traceback
-import warnings
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from weightswap_exporter.modules import libraries as huggingface
 from weightswap_exporter.modules.stand_ins import first_line, frame_of, reason, within
 from weightswap_exporter.modules.tensors import ModelView, describe_kind, is_fake, named_tensors
 from weightswap_runtime import Artifact
-from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, WeightsMismatch, listed
+from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, WeightsMismatch, listed, warn
 from weightswap_runtime.format.manifest import PARTS_NAME
 from weightswap_runtime.format.names import Match
 from weightswap_runtime.tensors import digest_of
@@ -66,11 +65,10 @@ def load_into(model: nn.Module, source: Source, load: Load | None, choice: Choic
         changed = [path for path, value in _kept(model).items() if kept.get(path) != value]
         told = [path for path in changed if path in _of_extra_states(model)]
         if told:
-            warnings.warn(
+            warn(
                 f"{checkpoint.where}: its extra state changes {listed(told)}, but the graph keeps the values from the "
                 "export. If outputs depend on them, register what a checkpoint sets as a persistent buffer, and export "
-                "again",
-                stacklevel=4,
+                "again"
             )
         if changed := [path for path in changed if path not in told]:
             raise CheckpointError(

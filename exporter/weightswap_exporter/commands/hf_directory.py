@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -33,6 +32,7 @@ from weightswap_runtime.errors import (
     MissingExtra,
     Unsupported,
     WeightFileError,
+    warn,
 )
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.torch_tensors import torch_dtype
@@ -99,10 +99,9 @@ def export_directory(
             f"The inputs {origin}, and the eager model accepts them: {shapes}. Use --inputs to give others.",
         ) from error
     if fixed:
-        warnings.warn(
+        warn(
             f"{directory}: torch.export cannot keep every size of this model dynamic; fixed at those of the sample "
-            f"inputs: {fixed} ({shapes}). Write a recipe to choose other sizes.",
-            stacklevel=2,
+            f"inputs: {fixed} ({shapes}). Write a recipe to choose other sizes."
         )
     return artifact
 
@@ -162,7 +161,7 @@ def _older_form(directory: Path, model: nn.Module) -> CheckpointTensors | None:
             huggingface.load(model, form)
     except CheckpointError as error:
         text = f"{directory}: its weights cannot serve as the example checkpoint: {error}"
-        warnings.warn(text, stacklevel=4)
+        warn(text)
         return None
     return form
 

@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from weightswap_runtime import Artifact, Model, load
-from weightswap_runtime.errors import CaptureError, WeightswapError, listed
+from weightswap_runtime.errors import CaptureError, WeightswapError, listed, warn
 from weightswap_runtime.format.signature import Signature, Sizes, Tensor, input_leaves, leaves
 from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.tensors import TensorBytes, as_float64, describe, has_fractions, same_type
@@ -32,7 +31,6 @@ MOST_BYTES = 2 << 30  # of random weights
 # relative to an output's largest value; wrong translations are off by more, rounding errors by less
 TOLERANCES = {"F64": 1e-4, "F32": 1e-3, "C64": 1e-3, "F16": 3e-2}
 COARSE = 0.15  # for dtypes with fewer digits
-_CALLER = 4
 _Trial = tuple[Sizes, list[Any], Signs, dict[str, str]]
 
 
@@ -66,7 +64,7 @@ def try_engine(artifact: Artifact, engine: str, device: str) -> None:
 
 
 def _warn(engine: str, reason: str) -> None:
-    warnings.warn(f"what was compiled for the engine {engine!r} could not be tried: {reason}", stacklevel=_CALLER)
+    warn(f"what was compiled for the engine {engine!r} could not be tried: {reason}")
 
 
 def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator[str]:

@@ -7,7 +7,6 @@ runs on a part of them as well, and gives other numbers. Here each rank is a thr
 from __future__ import annotations
 
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from weightswap_runtime import Artifact, Ranks, load
-from weightswap_runtime.errors import CaptureError, listed
+from weightswap_runtime.errors import CaptureError, listed, warn
 from weightswap_runtime.format.signature import leaves
 from weightswap_runtime.process_groups import groups_of_threads
 from weightswap_tools.inputs import call_flat, common_sizes, random_values, write_random_weights
@@ -25,7 +24,6 @@ from .engine_check import differ, problem_of
 
 MOST_BYTES = 1 << 30  # of random weights
 _TIMEOUT = 120.0  # seconds for which a rank waits for another
-_CALLER = 6  # frames from a warning up to the caller of `export`
 _Call = tuple[str, str, list[Any], list[Any]]  # the method, the call in words, its inputs and outputs
 
 
@@ -54,7 +52,7 @@ def try_ranks(whole: Artifact, split: Artifact) -> None:
 
 def _warn(reason: str) -> None:
     text = f"whether the ranks compute what the whole model does could not be tried: {reason}; record goldens"
-    warnings.warn(text, stacklevel=_CALLER)
+    warn(text)
 
 
 def _calls(whole: Artifact, weights: Path, rng: np.random.Generator) -> Iterator[_Call]:

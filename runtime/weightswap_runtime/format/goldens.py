@@ -32,7 +32,7 @@ from .weight_set import WeightSet, goldens_path, goldens_url
 GOLDENS_NAME = "goldens.safetensors"
 INPUTS_NAME = "inputs.safetensors"  # of an artifact without weights
 FORMAT_VERSION = 1
-_MOST_REMOTE_BYTES = 4 << 30  # of goldens behind a URL, which are read whole
+_MOST_BYTES = 4 << 30  # of a goldens file, which is read whole
 _AGAIN = "Record the goldens again, copy them again, or remove the file."
 
 Mode = Literal["goldens", "finite", "off"]  # of verification, by an operator's `verify=`
@@ -161,7 +161,7 @@ def goldens_behind(weights: Url, check: Check | None = None) -> bytes | None:
     """
     url = goldens_url(weights)
     try:
-        return read_small(url, _MOST_REMOTE_BYTES, check)
+        return read_small(url, _MOST_BYTES, check)
     except WeightFileError as error:
         if error.reason != "denied":
             raise
@@ -194,8 +194,10 @@ def encode_goldens(
 ) -> bytes:
     """Return the bytes of a goldens file, in the canonical layout of weight files.
 
-    weights_id: None if the file has inputs only.
+    weights_id: None if the file has inputs only. Raises Unsupported for more than readers take.
     """
+    if (size := sum(tensor.nbytes for tensor in tensors.values())) > _MOST_BYTES - LEAST_HEADER:
+        raise Unsupported(f"goldens of {size} bytes, expected at most 4 GiB: record fewer calls, or smaller ones")
     order = canonical_order(TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
     record = GoldensRecord(
         format_version=FORMAT_VERSION,
@@ -212,8 +214,12 @@ def encode_goldens(
 def _read(path: Path) -> bytes:
     try:
         with open(open_at_once(path), "rb") as file:  # noqa: PTH123 (a pipe would block in `open`)
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise WeightFileError(f"{path}: cannot be read (not a regular file). {_AGAIN}")
+            if status.st_size > _MOST_BYTES:
+                text = f"has {status.st_size} bytes, but goldens have at most {_MOST_BYTES}"
+                raise WeightFileError(f"{path}: {text}. {_AGAIN}", reason="damaged")
             return file.read()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", error)

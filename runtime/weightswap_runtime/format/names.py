@@ -8,7 +8,6 @@ of the nearest one. docs/checkpoints.md has the rules.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -17,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from weightswap_runtime.errors import MOST_PRINTED, Unsupported, WeightsMismatch, listed
+from weightswap_runtime.errors import MOST_PRINTED, Unsupported, WeightsMismatch, listed, warn
 from weightswap_runtime.tensors import DTYPES, FLOATING, Typed, describe, same_type
 
 from .manifest import Manifest, NamedTensor
@@ -422,5 +421,5 @@ def ignored_names(
     """
     matched = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in ignore}
     for pattern in (pattern for pattern, matches in matched.items() if not matches):
-        warnings.warn(f"ignore={pattern!r}: matches no name of {where}", stacklevel=2)
+        warn(f"ignore={pattern!r}: matches no name of {where}")
     return tuple(dict.fromkeys(name for matches in matched.values() for name in matches if not is_among(name, kept)))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from weightswap_runtime._version import __version__
 from weightswap_runtime.engines.choosing import EngineName, as_taken, choose_engine, open_engine
 from weightswap_runtime.engines.engine import AUTO, CudaGraphs, Engine, EngineOptions
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.errors import Unsupported, warn
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.names import Keys
@@ -204,5 +203,5 @@ def _open_chosen(requested: str, chosen: str, artifact: Artifact, device: str, o
     except Unsupported as error:
         if requested != AUTO or chosen == "torch":
             raise
-        warnings.warn(f"engine=\"auto\": using the engine 'torch' instead: {error}", RuntimeWarning, stacklevel=4)
+        warn(f"engine=\"auto\": using the engine 'torch' instead: {error}", RuntimeWarning)
         return open_engine("torch", artifact, device, options)

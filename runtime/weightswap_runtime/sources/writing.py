@@ -14,13 +14,12 @@ import os
 import secrets
 import shutil
 import stat
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.errors import Unsupported, warn
 
 _SPECIAL = {  # what a rename would replace by a file
     stat.S_IFIFO: "a named pipe",
@@ -257,4 +256,4 @@ def _sync_names(folder: Path) -> None:
     except OSError as error:
         if error.errno not in _NOT_FOR_FOLDERS:
             text = f"{folder}: written, but a power failure may lose it ({error.strerror})"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            warn(text, RuntimeWarning)

@@ -18,7 +18,7 @@ from weightswap_runtime.format.delta import DeltaStamp, delta_stamp, parts_of
 from weightswap_runtime.format.identity import Counts, Identity, count_nonfinite, element_bytes, identify
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
-from weightswap_runtime.hash_tree import HashTrees
+from weightswap_runtime.hash_tree import LEAST_BLOCKS, HashTrees
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import Arena, ByteRange, HostPatch, allocate
 from weightswap_runtime.tensors import BLOCK, Blocks, describe, same_type
@@ -364,8 +364,8 @@ def _hash_tasks(
 ) -> Iterator[Callable[[], None]]:
     """Find the digests of blocks by the weight's hash tree; yield the tasks that hash those that it does not have."""
     part, slot = change.part, change.slot
-    tree = trees.find(change.weight.name, slot.nbytes)
     blocks = part.blocks()
+    tree = trees.find(change.weight.name, slot.nbytes) if len(blocks) >= LEAST_BLOCKS else None
     if tree is not None:
         chunks = trees.chosen(tree, part.chunks())
         found = tree.update(chunks, part, change.digests, partial(arena.chunks, slot), workers, job.check)

@@ -23,7 +23,7 @@ from weightswap_runtime.tensors import BLOCK, Blocks, block_count
 
 from .delta import lay_over, report_of
 from .given import ChangedRows, GivenRows
-from .reading import IN_CACHE, confirm
+from .reading import STEP, confirm
 from .request import Staging, StagingReport, check_expected
 from .sets import Plan, fill, plan
 
@@ -194,11 +194,11 @@ def _compared(
     def work(part: tuple[str, int]) -> None:
         staging.job.check()
         key, start = part
-        stop = min(start + IN_CACHE, weights.tensors[key].nbytes)
+        stop = min(start + STEP, weights.tensors[key].nbytes)
         digests[key][start // BLOCK : block_count(stop)] = _source(weights, key).digests(start, stop)
 
     sizes = ((key, max(1, weights.tensors[key].nbytes)) for key in digests)
-    staging.workers.run_all(work, ((key, start) for key, size in sizes for start in range(0, size, IN_CACHE)))
+    staging.workers.run_all(work, ((key, start) for key, size in sizes for start in range(0, size, STEP)))
     found = {key: tuple(blocks) for key, blocks in digests.items()}
     differs = {name: keys for name, keys in names.items() if any(found[key] != served.digests[name] for key in keys)}
     other = {key for keys in differs.values() for key in keys}

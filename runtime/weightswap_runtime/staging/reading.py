@@ -1,35 +1,29 @@
-"""Reading tensors into an arena with digests; computed weights; `read_weights`."""
+"""Reading tensors into an arena, or scratch memory, with digests; computed weights."""
 
 from __future__ import annotations
 
-import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from blake3 import blake3
 
 from weightswap_runtime.errors import (
-    DigestMismatch,
-    MissingExtra,
     OutOfMemory,
     StageCancelled,
-    Unsupported,
     WeightsMismatch,
     WeightswapError,
     lacks_memory,
 )
-from weightswap_runtime.format.delta import delta_stamp
 from weightswap_runtime.format.identity import Counts, count_nonfinite
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.names import patterns, select
 from weightswap_runtime.format.safetensors import ALIGNMENT
-from weightswap_runtime.format.weight_set import WeightSet, open_weights
+from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.jobs import POLL_SECONDS, Job
 from weightswap_runtime.memory.arena import (
     Arena,
@@ -46,10 +40,10 @@ from weightswap_runtime.memory.arena import (
 from weightswap_runtime.sources.arriving import Arriving
 from weightswap_runtime.sources.byte_source import MOST_BUFFERS, ByteSource, LocalFile, between
 from weightswap_runtime.sources.memory import MemorySource
-from weightswap_runtime.tensors import BLOCK, DTYPES, Blocks, TensorBytes, as_array, block_count, block_digests
+from weightswap_runtime.tensors import BLOCK, Blocks, block_count, block_digests
 from weightswap_runtime.threads import WorkerThreads
 
-from .request import DAMAGED, Staging, digest_problems
+from .request import Staging
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +53,8 @@ READS, GROUP_BYTES = 8, 8 << 20  # limits of what a thread reads in a row
 RUN_BYTES = 128 << 20  # that a thread sends to a device in a row: threads of the application run Python meanwhile
 LEAST_MEAN = 64 << 10  # bytes of copies to a device: smaller ones share one, as each costs microseconds of the driver
 SCRATCH = 64 << 20  # bytes of scratch memory beside the arena; a larger tensor is read alone
-IN_CACHE = 4 << 20  # bytes that are read before they are hashed
-COPY_STEP = 4 << 20  # bytes that are copied between two checks for a cancel
+IN_CACHE = 1 << 20  # bytes that are read before they are hashed: a processor's own cache has them still
+STEP = 4 << 20  # bytes that are copied or compared between two checks for a cancel
 STANDSTILL = 0.05  # seconds; a thread may wait so long for the interpreter or a processor, rarely longer
 _BLANK = b""
 
@@ -478,10 +472,10 @@ def _copy(target: np.ndarray, source: np.ndarray, job: Job) -> None:
 
 def _copy_in_order(target: np.ndarray, source: np.ndarray, job: Job) -> None:
     job.check()
-    if target.nbytes <= COPY_STEP or not target.ndim:
+    if target.nbytes <= STEP or not target.ndim:
         target[...] = source
         return
-    step = max(1, len(target) * COPY_STEP // target.nbytes)
+    step = max(1, len(target) * STEP // target.nbytes)
     for start in range(0, len(target), step):
         part = slice(start, start + step) if len(target) > 1 else 0
         _copy_in_order(target[part], source[part], job)
@@ -573,7 +567,7 @@ def confirm(
         job.check()
         (key, start), source = part, weights.tensors[part[0]].source
         assert isinstance(source, MemorySource)
-        stop = min(start + IN_CACHE, source.size)
+        stop = min(start + STEP, source.size)
         same = (
             source.holds(start, plain[key][start:stop])
             if key in plain
@@ -583,75 +577,4 @@ def confirm(
             raise source.changed()
 
     sizes = {key: weights.tensors[key].nbytes for key in digests}
-    workers.run_all(check, ((key, start) for key, size in sizes.items() for start in range(0, max(1, size), IN_CACHE)))
-
-
-Framework = Literal["numpy", "torch"]
-
-
-def read_weights(
-    path: str | os.PathLike[str], only: str | Sequence[str] | None = None, *, framework: Framework = "numpy"
-) -> dict[str, Any]:
-    """Read tensors by name from a weight file, or a checkpoint in safetensors files (also sharded, or a directory).
-
-    only: patterns of the names in the file, such as "encoder.*" (`*` also matches dots); only their bytes are read.
-    framework: "numpy" returns writable arrays, "torch" tensors on the CPU; each has its own memory. numpy arrays of
-    bfloat16 and 8-bit floats have dtypes of ml_dtypes. Digests are checked if the file has them.
-
-    Tensors that lie in the parts of ranks have the shapes that the parts add up to: too small without the last one.
-
-    Raises WeightFileError, DigestMismatch, and Unsupported for patterns that match nothing and for dtypes with
-    elements of less than a byte.
-    """
-    with open_weights(path) as weights:
-        names = sorted(weights.tensors)
-        if only is not None:
-            names = sorted(select(names, patterns(only), weights.where))
-        convert = _converter(framework)
-        _check_dtypes(weights, names)
-        memory = {name: Scratch([weights.tensors[name].nbytes]) for name in names}
-        pieces = [new_piece(weights, name, scratch, scratch.slots[0]) for name, scratch in memory.items()]
-        read_pieces(pieces, WorkerThreads(), Job())
-        weights.check_unchanged(proven=weights.stamp is not None)
-        if problems := digest_problems(weights.stamp, {piece.key: piece.digests for piece in pieces}):
-            raise DigestMismatch(weights.where, problems, DAMAGED)
-        stored = weights.tensors
-        return {name: convert(free.memory, stored[name].dtype, stored[name].shape) for name, free in memory.items()}
-
-
-def check_content(path: str | os.PathLike[str]) -> dict[str, Counts]:
-    """Read every byte of a weight file, and return the numbers of NaN and infinities, by name. Needs little memory.
-
-    The result of a delta is not computed: only its header is read. Raises WeightFileError and DigestMismatch.
-    """
-    with open_weights(path) as weights:
-        return {} if delta_stamp(weights) else check_tensors(weights, WorkerThreads())
-
-
-def check_tensors(weights: WeightSet, workers: WorkerThreads) -> dict[str, Counts]:
-    """Read every byte of an open set as `check_content` does, and leave it open."""
-    findings = Findings({}, {})
-    for batch in batches(weights, [(None, name) for name in sorted(weights.tensors)]):
-        findings.add(read_scratch(weights, [name for _, name in batch], workers, Job())[1])
-    weights.check_unchanged(proven=weights.stamp is not None)
-    if problems := digest_problems(weights.stamp, findings.digests):
-        raise DigestMismatch(weights.where, problems, DAMAGED)
-    return findings.nonfinite
-
-
-def _check_dtypes(weights: WeightSet, names: Sequence[str]) -> None:
-    for name in names:
-        if DTYPES[dtype := weights.tensors[name].dtype].torch is None:
-            raise Unsupported(f"{weights.where}: {name} is {dtype}, which neither numpy nor torch has")
-
-
-def _converter(framework: Framework) -> Callable[[memoryview, str, tuple[int, ...]], Any]:
-    if framework == "numpy":
-        return lambda memory, dtype, shape: as_array(TensorBytes(dtype, shape, memory))
-    if framework != "torch":
-        raise Unsupported(f'framework={framework!r}: expected "numpy" or "torch"')
-    try:
-        from weightswap_runtime.torch_tensors import as_tensor
-    except ImportError as error:
-        raise MissingExtra('read_weights(framework="torch")', "torch") from error
-    return as_tensor
+    workers.run_all(check, ((key, start) for key, size in sizes.items() for start in range(0, max(1, size), STEP)))

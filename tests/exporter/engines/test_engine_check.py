@@ -137,8 +137,9 @@ def test_a_planted_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_an_artifact_too_large_to_try_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_check, "MOST_BYTES", 0)
-    with pytest.warns(UserWarning, match=r"engine 'onnx' could not be tried: its weights take more than"):
+    with pytest.warns(UserWarning, match=r"engine 'onnx' could not be tried: its weights take more than") as caught:
         compiled(lambda w, x: x @ w, tmp_path, X)
+    assert {warning.filename for warning in caught} == {__file__}
 
 
 def test_operators_of_packages_are_missing_in_another_process(tmp_path: Path) -> None:

@@ -149,8 +149,9 @@ class Writer(nn.Module):
 def test_a_weight_in_another_order_than_row_major_is_refused(tmp_path: Path) -> None:
     methods = {"forward": MethodSpec("forward", (ROW,), engines=["onnx"]), "flat": MethodSpec("flat")}
     says = "flat was not compiled for the engine 'onnx', and 'torch' cannot run it alongside: turned was captured"
-    with pytest.warns(UserWarning, match=f"could not be tried: {says}"):
+    with pytest.warns(UserWarning, match=f"could not be tried: {says}") as caught:
         artifact = export(Turned(), methods=methods, out=tmp_path / "a")
+    assert {warning.filename for warning in caught} == {__file__}
     with pytest.raises(Unsupported, match=says):
         load(artifact, engine="onnx")
     assert load(compile_engines(artifact, ["onnx"], methods=["flat"]), engine="onnx").engines["flat"] == "onnx"

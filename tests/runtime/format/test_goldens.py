@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,17 @@ def test_written_goldens_are_read_by_others_and_by_us(stage: Stage) -> None:
     again = open_goldens(stage.path, stage.tiny.manifest)
     assert again.record == msgspec.structs.replace(record, tolerance=(0.0, 0.5), digests=again.record.digests)
     assert int.from_bytes(raw[:8], "little") % 4096 == 4096 - 8
+
+
+def test_goldens_that_no_reader_would_take_are_neither_read_nor_written(stage: Stage) -> None:
+    stage.open()
+    os.truncate(stage.path, (4 << 30) + 1)  # sparse
+    with pytest.raises(WeightFileError, match="has 4294967297 bytes, but goldens have at most 4294967296"):
+        open_goldens(stage.path, stage.tiny.manifest)
+    tensor = TensorBytes("U8", (1 << 30,), memoryview(bytearray(1 << 30)))
+    options = {"graph_id": "a", "weights_id": None, "environment": None, "tolerance": None}
+    with pytest.raises(Unsupported, match="goldens of 4294967296 bytes, expected at most 4 GiB"):
+        encode_goldens([], {str(number): tensor for number in range(4)}, **options)
 
 
 def test_a_wrong_weight_is_refused_with_the_worst_element(stage: Stage) -> None:

@@ -70,8 +70,9 @@ def test_a_weight_that_is_wanted_is_not_hidden(old: Path, tiny: TinyArtifact) ->
 
 def test_a_pattern_that_matches_nothing_is_a_warning(old: Path, tiny: TinyArtifact) -> None:
     model = load(tiny.path)
-    with pytest.warns(UserWarning, match=r"ignore='\*\.rotary': matches no name of .*old\.safetensors"):
+    with pytest.warns(UserWarning, match=r"ignore='\*\.rotary': matches no name of .*old\.safetensors") as caught:
         model.swap(old, ignore=["*.rotary", "*.position_ids"])
+    assert {warning.filename for warning in caught} == {__file__}  # the line that calls swap()
     assert serves(model, 1)
 
 

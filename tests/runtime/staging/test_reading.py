@@ -117,7 +117,7 @@ def test_a_large_copy_into_another_order_can_be_cancelled() -> None:
             checks += 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "COPY_STEP", 1 << 16)
+        patch.setattr(reading, "STEP", 1 << 16)
         reading.write_rows(weight, memoryview(rows).cast("B"), target, Counted())
         assert checks > 10
         back = reading.read_rows(weight, target, Counted())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weightswap_exporter import export, pack
-from weightswap_runtime import write_delta
+from weightswap_runtime import load, write_delta
 
 ROWS, WIDTH, CHANGED = 2_000_000, 16, 28_000
 PROGRAM = """
@@ -51,3 +51,15 @@ def test_it_is_a_few_times_that_of_the_rows(residency: str, tmp_path: Path) -> N
     assert trees == ROWS * WIDTH * 4 // (1 << 20) * 65536
     rows = CHANGED * WIDTH * 4
     assert growth < 4 * rows + (1 << 20), growth / rows
+
+
+@pytest.mark.parametrize(("blocks", "trees"), [(3, 0), (4, 4 * 65536)])
+def test_a_few_blocks_are_hashed_without_trees(blocks: int, trees: int, tmp_path: Path) -> None:
+    table, in_block = nn.Embedding(1 << 17, 16), (1 << 20) // 64
+    artifact = export(table, (torch.arange(4),), out=tmp_path / "artifact").path
+    first = pack(table, artifact, out=tmp_path / "0.safetensors").path
+    table.weight.data[torch.arange(blocks) * in_block] += 1
+    after = pack(table, artifact, out=tmp_path / "1.safetensors")
+    model = load(artifact, first)
+    receipt = model.swap(write_delta(first, after.path, tmp_path / "d.safetensors").path)
+    assert (receipt.weights_id, model._store.trees.nbytes) == (after.weights_id, trees)
