@@ -216,6 +216,7 @@ class _Recording:
 
     def __init__(self, view: ModelView, tables: Tables, load: Load | None, identities: Mapping[str, _Source]) -> None:
         self._view, self._tables, self._load, self._identities = view, tables, load, identities
+        self._saved = identities
 
     def record(self, checkpoint: CheckpointTensors) -> Recorded:
         """Record `load`, by default `load_state_dict`, or if that refuses the checkpoint, a load that is not strict.
@@ -235,6 +236,7 @@ class _Recording:
         traced = trace_loading(self._view, self._tables.loaded, checkpoint, load)
         search = _Search(traced, self._view.tensors)
         sources = {weight.name: search.source_of(weight) for weight in self._tables.weights}
+        sources = {name: _with_copies(source, self._saved.get(name)) for name, source in sources.items()}
         sources = {name: source if source.keys else identities.get(name, source) for name, source in sources.items()}
         _check_whole(sources, checkpoint)
         return _conversion(sources, checkpoint, search)
@@ -249,6 +251,13 @@ class _Recording:
         except (Untraceable, CaptureError):
             pass
         return recorded._replace(conversion=structs.replace(recorded.conversion, needed=tuple(optional)))
+
+
+def _with_copies(source: _Source, saved: _Source | None) -> _Source:
+    """Return a source with all keys under which a state dict has the weight: loading keeps the last of them, but a
+    checkpoint in which they differ is of no such model."""
+    is_copied = saved is not None and source.transform is None and set(source.keys) < set(saved.keys)
+    return saved if saved is not None and is_copied and source.keys else source
 
 
 def _check_whole(sources: Mapping[str, _Source], checkpoint: CheckpointTensors) -> None:

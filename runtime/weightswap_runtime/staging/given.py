@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
 
 MEMORY = "memory"  # what messages and receipts call these weights, a module's with its class
-_PLAIN = "Give plain tensors by name, such as those of model.state_dict()."
+_PLAIN = "Give plain tensors by name."
 
 
 class GivenWeights(NamedTuple):

@@ -217,6 +217,35 @@ def test_tied_tensors_that_loading_tears_apart_are_reported(tmp_path: Path) -> N
         export(tied(), (X,), out=tmp_path / "a.artifact", load=read, checkpoint={"w": torch.zeros(3, 4)})
 
 
+class Twice(nn.Module):
+    """One layer in two places, whose loading is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.layers = nn.ModuleList([layer, nn.ReLU(), layer])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_both_copies_of_a_layer_that_is_there_twice_count(tmp_path: Path) -> None:
+    artifact = export(Twice().eval(), (X,), out=tmp_path / "a.artifact")
+    assert sources(artifact)["layers.0.bias"].keys == ("layers.0.bias", "layers.2.bias")
+    assert artifact.manifest.conversion.ignored == ()
+    model, after = different(Twice, 1), different(Twice, 2)
+    served = load(artifact, model)
+    for keys in (None, "checkpoint"):
+        served.swap(after.state_dict(), keys=keys)
+        assert torch.equal(served(X), after(X))
+    state = after.state_dict() | {"layers.0.bias": torch.ones(4)}
+    for keys in (None, "checkpoint"):
+        with pytest.raises(WeightsMismatch, match=r"layers\.0\.bias and layers\.2\.bias are one tensor"):
+            served.swap(state, keys=keys)
+
+
 def test_the_last_of_two_tied_tensors_that_have_to_be_cast_counts(tmp_path: Path) -> None:
     names = ("embed.weight", "head.weight")
     checkpoint = {name: torch.zeros(3, 4, dtype=torch.bfloat16) for name in names}
