@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,9 +21,9 @@ from weightswap_exporter.capture.tracing import Load
 from weightswap_exporter.checkpoints.loading import check_kinds, kind_mismatch, load_into, model_problems
 from weightswap_exporter.checkpoints.nested_state_dicts import Choice, NestedStateDict
 from weightswap_exporter.checkpoints.reading import Checkpoint, Source, choose_level, open_checkpoint, refuse
-from weightswap_exporter.checkpoints.tensor import SCALED, cast, casting, casts, content_of, pieces, requested
+from weightswap_exporter.checkpoints.tensor import SCALED, cast, casting, casts, pieces, requested
 from weightswap_exporter.modules.libraries import base_alone, peft_base
-from weightswap_exporter.modules.tensors import ModelView, is_fake, unwrapped
+from weightswap_exporter.modules.tensors import ModelView, unwrapped
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import (
     CheckpointError,
@@ -41,9 +41,9 @@ from weightswap_runtime.format.safetensors import TensorRow, label_problem
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
 from weightswap_runtime.sources.location import check_writable
 from weightswap_runtime.sources.writing import companion, is_file
-from weightswap_runtime.staging.golden_check import default_tolerance
+from weightswap_runtime.staging.given import OTHER_CONSTANTS, constant_problems
 from weightswap_runtime.staging.transforms import Transforms
-from weightswap_runtime.tensors import Tolerance, difference, digest_of, same_type
+from weightswap_runtime.tensors import Tolerance, digest_of
 
 from .goldens import Recording, Requested, record, wanted_goldens
 
@@ -150,7 +150,7 @@ def pack(
         _check_graph(checkpoint, opened)
         recording = record_from()
         if isinstance(eager, nn.Module):
-            _check_constants(unwrapped(eager), opened)
+            check_constants(unwrapped(eager), opened)
         packing = pack_checkpoint(checkpoint, opened, path, labels=texts, dtype=dtype, progress=progress)
         with packing as (file, packed):
             goldens = recording.encode(packed.weights_id) if recording else None
@@ -267,24 +267,10 @@ def _check_graph(checkpoint: Checkpoint, artifact: Artifact) -> None:
         )
 
 
-def _check_constants(model: nn.Module, artifact: Artifact) -> None:
+def check_constants(model: nn.Module, artifact: Artifact) -> None:
     """Raise CheckpointError if a module's constants are not the artifact's, with which a server computes."""
-    values = artifact.constants() if artifact.manifest.constants else {}
-    problems = []
-    for row in artifact.manifest.constants:
-        tensor: Any = model
-        for name in row.name.rpartition("/")[2].split("."):  # METHOD/NAME for literals and plain attributes
-            tensor = getattr(tensor, name, None)
-        if isinstance(tensor, torch.Tensor) and not is_fake(tensor):
-            found = content_of(tensor.detach())
-            # of another type is what `dtype` casts, or a table that has grown
-            text = same_type(found, row) and difference(values[row.name], found, default_tolerance(row.dtype))
-            problems += [f"{row.name}, which is a constant of the graph{text}"] if text else []
-    if problems:
-        raise CheckpointError(
-            f"{type(model).__qualname__}: {listed(problems, between='; ')}. A server computes with the artifact's: "
-            "export this model, or register what checkpoints set as a persistent buffer, and export again"
-        )
+    if problems := constant_problems(model, artifact):
+        raise CheckpointError(f"{type(model).__qualname__}: {listed(problems, between='; ')}. {OTHER_CONSTANTS}")
 
 
 def _unscaled(match: Match, level: NestedStateDict, left_out: Sequence[str]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from weightswap_exporter.checkpoints.nested_state_dicts import flat_levels
 from weightswap_exporter.checkpoints.reading import Checkpoint, from_module
 from weightswap_exporter.checkpoints.tensor import requested, values_of
 from weightswap_exporter.modules.libraries import peft_base
-from weightswap_exporter.modules.tensors import TieKey, tie_key
+from weightswap_exporter.modules.tensors import TieKey, tie_key, unwrapped
 from weightswap_runtime import Artifact, DesiredStore, load
 from weightswap_runtime.errors import CheckpointError, WaitTimeout, WeightswapError, join_seconds, text_of
 from weightswap_runtime.following.desired_store import Known, stamp_of, unchanging
@@ -40,7 +40,7 @@ from weightswap_runtime.tensors import Blocks, Tolerance
 from weightswap_runtime.threads import forget_frames
 
 from .goldens import Recording, Requested
-from .packing import MatchedWeights, Packed, checked_labels, pack_checkpoint, recorder
+from .packing import MatchedWeights, Packed, check_constants, checked_labels, pack_checkpoint, recorder
 from .row_tracker import RowTracker
 from .row_updates import ChangedRows, Expected, Last, Places, RowUpdate
 
@@ -186,6 +186,7 @@ def publish(
     requested(dtype, opened.manifest)
     if opened.manifest.variants:
         model = peft_base(model)
+    check_constants(unwrapped(model), opened)
     record_from = recorder(model, opened, goldens, tolerance)
     options = _RowOptions(dtype, full, full_every, check)
     options.validate(rows)

@@ -302,6 +302,8 @@ def _advice(reason: str) -> str:
         return ". A tensor subclass that is composed of other tensors must decompose this call in __torch_function__."
     if "inference tensor" in reason.lower():
         return " Make the model and its inputs outside of torch.inference_mode(); the export may be within it."
+    if "automatic differentiation" in reason or "is a view and is being modified inplace" in reason:
+        return " Gradients are on while a graph is captured: decorate the method with torch.no_grad()."
     if "torch._C.Generator" in reason:  # torch 2.11; later ones capture it
         return f". A call draws random numbers from a torch.Generator, which a graph cannot seed: {INSTEAD}"
     # torch 2.11 does not see that min(8 * n, 16 * n) is 8 * n, as in grouped-query attention of any length

@@ -230,13 +230,25 @@ class _Recording:
                 raise
             return self._record(checkpoint, load_what_fits, self._identities)
         self._identities = {}
+        self._check_versions(recorded, checkpoint)
         return recorded
+
+    def _check_versions(self, recorded: Recorded, checkpoint: CheckpointTensors) -> None:
+        """Raise Untraceable if loading code asks for a version: servers and files of tensors alone know of none."""
+        if not hasattr(checkpoint, "_metadata"):
+            return
+        try:
+            without = self._record(dict(checkpoint), self._load or load_state_dict, {})
+        except (Untraceable, CaptureError):
+            return  # eager loads no such file either
+        if (without.conversion.sources, without.files) != (recorded.conversion.sources, recorded.files):
+            raise _untraceable("depends on the version that a state dict has in `_metadata`, and many files lack")
 
     def _record(self, checkpoint: CheckpointTensors, load: Load, identities: Mapping[str, _Source]) -> Recorded:
         traced = trace_loading(self._view, self._tables.loaded, checkpoint, load)
         search = _Search(traced, self._view.tensors)
         sources = {weight.name: search.source_of(weight) for weight in self._tables.weights}
-        sources = {name: _with_copies(source, self._saved.get(name)) for name, source in sources.items()}
+        sources = {name: _with_copies(name, source, self._saved.get(name)) for name, source in sources.items()}
         sources = {name: source if source.keys else identities.get(name, source) for name, source in sources.items()}
         _check_whole(sources, checkpoint)
         return _conversion(sources, checkpoint, search)
@@ -253,11 +265,15 @@ class _Recording:
         return recorded._replace(conversion=structs.replace(recorded.conversion, needed=tuple(optional)))
 
 
-def _with_copies(source: _Source, saved: _Source | None) -> _Source:
+def _with_copies(weight: str, source: _Source, saved: _Source | None) -> _Source:
     """Return a source with all keys under which a state dict has the weight: loading keeps the last of them, but a
-    checkpoint in which they differ is of no such model."""
-    is_copied = saved is not None and source.transform is None and set(source.keys) < set(saved.keys)
-    return saved if saved is not None and is_copied and source.keys else source
+    checkpoint in which they differ is of no such model. Raises Untraceable if it is computed from some of them."""
+    left_out = [key for key in saved.keys if key not in source.keys] if saved is not None else []
+    if saved is None or not left_out or not source.keys:
+        return source
+    if source.transform is not None:
+        raise _untraceable(f"computes {weight} without {listed(left_out)}, under which a state dict has it, too")
+    return saved if set(source.keys) < set(saved.keys) else source
 
 
 def _check_whole(sources: Mapping[str, _Source], checkpoint: CheckpointTensors) -> None:

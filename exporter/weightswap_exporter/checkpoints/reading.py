@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -42,8 +43,8 @@ from weightswap_runtime.format.weight_set import (
     peft_alone,
 )
 from weightswap_runtime.sources.location import check_scheme, is_url, printable
-from weightswap_runtime.tensors import TensorType, digest_of, nbytes
-from weightswap_runtime.torch_tensors import torch_dtype
+from weightswap_runtime.tensors import TensorType, array_content, digest_of, nbytes, safetensors_name
+from weightswap_runtime.torch_tensors import copied_tensor, torch_dtype
 from weightswap_tools.tensor_set import Opener as SetOpener
 from weightswap_tools.tensor_set import SetRequest, SetTensor, TensorSet
 
@@ -95,7 +96,7 @@ def open_checkpoint(source: Source, choice: Choice = ANYWHERE) -> Iterator[Check
     if isinstance(source, nn.Module):
         yield from_module(source, choice=choice)
     elif isinstance(source, Mapping):
-        yield Checkpoint("the state dict", *nested_levels(source, values_of, "the state dict", choice))
+        yield Checkpoint("the state dict", *nested_levels(_in_torch(source), values_of, "the state dict", choice))
     elif isinstance(source, str | os.PathLike):
         check_scheme(source)
         if is_url(source):
@@ -105,6 +106,17 @@ def open_checkpoint(source: Source, choice: Choice = ANYWHERE) -> Iterator[Check
             yield checkpoint
     else:
         raise CheckpointError(f"expected a module, a state dict or a path, got a {type(source).__qualname__}")
+
+
+def _in_torch(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a state dict with copies of its numpy arrays as tensors; those of other dtypes stay what they are."""
+
+    def is_numpys(value: Any) -> bool:
+        return type(value) in (np.ndarray, np.memmap) and safetensors_name(value.dtype) is not None
+
+    if not any(map(is_numpys, state.values())):
+        return state
+    return {key: copied_tensor(array_content(value)) if is_numpys(value) else value for key, value in state.items()}
 
 
 def from_module(model: nn.Module, where: str | None = None, choice: Choice = ANYWHERE) -> Checkpoint:

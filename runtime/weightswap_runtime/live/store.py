@@ -55,7 +55,7 @@ from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import Location
 from weightswap_runtime.staging.delta import check_result, files_after, stage_chain, stage_delta
-from weightswap_runtime.staging.given import GivenRows
+from weightswap_runtime.staging.given import GivenRows, check_constants
 from weightswap_runtime.staging.given_rows import check_tables, stage_rows
 from weightswap_runtime.staging.golden_check import verify
 from weightswap_runtime.staging.request import Admit, Kind, Staging, StagingReport, SwapRequest
@@ -197,6 +197,7 @@ class WeightStore:
             raise Unsupported(f"{weights.where}: a file that arrives, which ranks do not take; give them a path")
         owner = self._owner(delta or weights.stamp, member)
         served = self.gate.current.identity if self.gate.current else None
+        check_constants(request.source, owner.artifact)
         staging = Staging(
             request, owner.artifact.manifest, served, owner.open_transforms, self.trees, self.workers, job
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuar
 import numpy as np
 
 from weightswap_runtime.errors import BaseMismatch, Unsupported, WeightFileError, WeightsMismatch
+from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.names import EXTRA_STATE, Keys, extra_state_of
 from weightswap_runtime.format.peft import merged_problem
 from weightswap_runtime.format.safetensors import WeightFile
@@ -20,6 +21,9 @@ from weightswap_runtime.sources.arriving import Arriving, Receive
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url
 from weightswap_runtime.sources.memory import MemorySource
+from weightswap_runtime.tensors import TensorBytes, TensorType, difference, same_type
+
+from .golden_check import default_tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +36,10 @@ if TYPE_CHECKING:
 
 MEMORY = "memory"  # what messages and receipts call these weights, a module's with its class
 _PLAIN = "Give plain tensors by name."
+OTHER_CONSTANTS = (
+    "A server computes with the artifact's: export this model, or register what checkpoints set as a persistent "
+    "buffer, and export again."
+)
 
 
 class GivenWeights(NamedTuple):
@@ -39,7 +47,7 @@ class GivenWeights(NamedTuple):
 
     keys: "fqn" where their names are those of a module; None where that is open. can_change: whether their owner may
     write to them while they are read. has_rows: whether `open` returns `GivenRows`. led_to: called with the weights id
-    once they are served.
+    once they are served. module: that has the tensors, whose constants have to be those of the graph.
     """
 
     where: str
@@ -48,6 +56,7 @@ class GivenWeights(NamedTuple):
     can_change: bool = True
     has_rows: bool = False
     led_to: Callable[[str], object] = lambda _: None
+    module: nn.Module | None = None
 
     def __str__(self) -> str:
         return self.where
@@ -150,8 +159,8 @@ def as_given(weights: object) -> str | os.PathLike[str] | Url | GivenWeights:
     torch = sys.modules.get("torch")
     if isinstance(weights, str | os.PathLike | Url | GivenWeights):
         return weights
-    if _is_module(weights):
-        return _at_once(f"{MEMORY}:{type(weights).__qualname__}", "fqn", _of_module(weights))
+    if is_module(weights):
+        return _at_once(f"{MEMORY}:{type(weights).__qualname__}", "fqn", _of_module(weights), weights)
     if isinstance(weights, Mapping):
         return _at_once(MEMORY, None, dict(weights))
     is_one = isinstance(weights, bytes | bytearray | memoryview | np.ndarray) or (
@@ -171,7 +180,7 @@ def with_rows(weights: object, rows: object, base: str | None) -> GivenWeights:
 
     base: the weights id that ids by name start from. Raises Unsupported and WeightsMismatch.
     """
-    if not (isinstance(weights, Mapping) or _is_module(weights)):
+    if not (isinstance(weights, Mapping) or is_module(weights)):
         raise Unsupported(
             f"rows: of a module's tensors, or of a mapping's; got a {type(weights).__qualname__}. A file with rows is "
             "a delta (write_delta, publish(rows=))"
@@ -259,14 +268,14 @@ def as_arriving(where: str, size: int, receive: Receive) -> GivenWeights:
 
 def tensors_of(weights: object) -> dict[str, Any]:
     """Return a mapping's or a module's tensors by name. Raises WeightFileError for anything else."""
-    if _is_module(weights):
+    if is_module(weights):
         return _of_module(weights)
     if not isinstance(weights, Mapping):
         raise WeightFileError(f"expected tensors by name, or a module; got a {type(weights).__qualname__}")
     return dict(weights)
 
 
-def _is_module(weights: object) -> TypeGuard[nn.Module]:
+def is_module(weights: object) -> TypeGuard[nn.Module]:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(weights, torch.nn.Module)
 
@@ -286,7 +295,7 @@ def _of_module(module: nn.Module) -> dict[str, Any]:
     return values
 
 
-def _at_once(where: str, keys: Keys | None, values: Mapping[Any, Any]) -> GivenWeights:
+def _at_once(where: str, keys: Keys | None, values: Mapping[Any, Any], module: nn.Module | None = None) -> GivenWeights:
     work = _work_on(values.values())
 
     def open_all(*_: object) -> WeightSet:
@@ -297,7 +306,38 @@ def _at_once(where: str, keys: Keys | None, values: Mapping[Any, Any]) -> GivenW
         sources = {name: source for name, source in found if isinstance(source, MemorySource)}
         return WeightSet(where, {name: stored(source) for name, source in sources.items()}, sources.values())
 
-    return GivenWeights(where, keys, open_all)
+    return GivenWeights(where, keys, open_all, module=module)
+
+
+def check_constants(weights: object, artifact: Artifact) -> None:
+    """Raise WeightsMismatch if weights are given as a module whose constants are not the artifact's."""
+    module = weights.module if isinstance(weights, GivenWeights) else None
+    if module is not None and (problems := constant_problems(module, artifact)):
+        raise WeightsMismatch(str(weights), problems, OTHER_CONSTANTS)
+
+
+def constant_problems(module: nn.Module, artifact: Artifact) -> list[str]:
+    """Return how a module's constants, such as buffers that are not persistent, differ from the artifact's.
+
+    One of another type is what a cast changes, or a table that has grown, and no problem; nor is one without values.
+    """
+    from weightswap_runtime.torch_tensors import DTYPE_NAMES, tensor_bytes  # needs torch
+
+    torch = sys.modules["torch"]
+    values = artifact.constants() if artifact.manifest.constants else {}
+    problems = []
+    for row in artifact.manifest.constants:
+        tensor: Any = module
+        for name in row.name.rpartition("/")[2].split("."):  # METHOD/NAME for literals and plain attributes
+            tensor = getattr(tensor, name, None)
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta or hasattr(tensor, "fake_mode"):
+            continue
+        found = TensorType(DTYPE_NAMES.get(tensor.dtype, ""), tuple(tensor.shape))
+        if same_type(found, row):
+            content = TensorBytes(found.dtype, found.shape, tensor_bytes(tensor.detach()))
+            text = difference(values[row.name], content, default_tolerance(row.dtype))
+            problems += [f"{row.name}, which is a constant of the graph{text}"] if text else []
+    return problems
 
 
 def stored(source: MemorySource) -> StoredTensor:

@@ -36,7 +36,7 @@ from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
 from weightswap_runtime.process_groups import Members
-from weightswap_runtime.staging.given import GivenRows, GivenWeights
+from weightswap_runtime.staging.given import GivenRows, GivenWeights, check_constants, is_module
 from weightswap_runtime.staging.given_rows import check_tables, stage_rows
 from weightswap_runtime.staging.request import PathLike, Patterns, Staging, SwapRequest
 from weightswap_runtime.staging.sets import plan, stage_full
@@ -188,14 +188,19 @@ class Sender(AbstractContextManager["Sender"]):
             if not wait:
                 raise Unsupported("wait=False: several ranks of a trainer wait, so that they send the same step")
             with self._staging:
+                module: Any = weights if is_module(weights) else None
                 return send_together(
-                    self._trainers, weights, labels or {}, lambda given: self._send(given, options).wait()
+                    self._trainers,
+                    weights,
+                    labels or {},
+                    lambda given: self._send(given._replace(module=module), options).wait(),
                 )
         sending = self._send(weights, options)
         return sending.wait() if wait else sending
 
     def _send(self, weights: Given, options: Mapping[str, Any]) -> Sending:
         request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed)
+        check_constants(request.source, self.artifact)
         with self._staging:
             return self._stage(request)
 

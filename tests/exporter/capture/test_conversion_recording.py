@@ -282,12 +282,57 @@ class Versioned(nn.Module):
         return x * self.weight
 
 
-def test_checkpoints_are_of_the_version_that_the_model_saves(tmp_path: Path) -> None:
-    model = different(Versioned, 1)
-    artifact = export(model, (X,), out=tmp_path / "a.artifact")
-    assert sources(artifact)["weight"].transform is None
-    old = {"weight": torch.zeros(4)}
-    assert sources(export(model, (X,), out=tmp_path / "b.artifact", checkpoint=old))["weight"].transform == 0
+def test_where_the_version_of_a_checkpoint_counts_it_is_packed_with_the_model(tmp_path: Path) -> None:
+    """A file of tensors alone has none, and is an old one for the model's own code."""
+    model, path = different(Versioned, 1), tmp_path / "c.safetensors"
+    with pytest.warns(UserWarning, match="cannot be recorded: loading a checkpoint depends on the version that"):
+        artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    safetensors.torch.save_file(model.state_dict(), path)
+    served = load(artifact, model)
+    assert torch.equal(served(X), model(X))
+    for refused in (path, dict(model.state_dict()), model.state_dict()):
+        with pytest.raises(WeightsMismatch, match="depends on the version"):
+            served.swap(refused)
+    eager = different(Versioned, 2)
+    eager.load_state_dict(safetensors.torch.load_file(path))
+    served.swap(pack(path, artifact, out=tmp_path / "v.safetensors", model=different(Versioned, 3)).path)
+    assert torch.equal(served(X), eager(X))
+    example = {"weight": torch.zeros(4)}  # without a version, as such files are
+    served = load(export(model, (X,), out=tmp_path / "b.artifact", checkpoint=example), model)
+    served.swap(path, keys="checkpoint")
+    assert torch.equal(served(X), eager(X))
+
+
+class TiesAgain(nn.Module):
+    """Doubles one of two tied tensors on loading, and ties them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+        self._tie()
+        self.register_load_state_dict_pre_hook(
+            lambda _, state, *__: state.update({"embed.weight": state["embed.weight"] * 2})
+        )
+        self.register_load_state_dict_post_hook(lambda *_: self._tie())
+
+    def _tie(self) -> None:
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+def test_a_tied_weight_of_which_loading_computes_one_name_is_packed_with_the_model(tmp_path: Path) -> None:
+    model = different(TiesAgain, 1)
+    with pytest.warns(UserWarning, match="computes embed.weight without head.weight, under which a state dict has it"):
+        artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    path, eager = tmp_path / "c.pt", different(TiesAgain, 2)
+    torch.save(model.state_dict(), path)
+    eager.load_state_dict(torch.load(path))
+    with pytest.raises(WeightsMismatch, match=r"without head\.weight"):
+        pack(path, artifact, out=tmp_path / "v.safetensors")
+    served = load(artifact, pack(path, artifact, out=tmp_path / "v.safetensors", model=different(TiesAgain, 3)).path)
+    assert torch.equal(served(X), eager(X))
 
 
 def test_loading_that_changes_a_constant_is_refused(tmp_path: Path) -> None:

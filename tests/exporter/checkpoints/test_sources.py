@@ -74,6 +74,11 @@ def with_ema(state: State) -> State:
 
 SOURCES: dict[str, tuple[str, Callable[[State, Path], object]]] = {
     "a state dict": ("", lambda state, path: state),
+    "numpy's arrays": ("", lambda state, path: {key: value.numpy() for key, value in tensors(state).items()}),
+    "big-endian arrays": (
+        "",
+        lambda state, path: {key: value.numpy().astype(">f4") for key, value in tensors(state).items()},
+    ),
     "named parameters": ("", lambda state, path: by_fqn()),
     "a trainer's dict": ("model", lambda state, path: whole(state)),
     "below model_state_dict": ("model_state_dict", lambda state, path: {"model_state_dict": state}),
