@@ -188,12 +188,9 @@ def resolve(
 
     Raises WeightsMismatch with every problem of the reading with the fewest problems.
     """
-    if manifest.conversion.untraceable and by_key in readings:
-        raise WeightsMismatch(
-            where,
-            [f"how a checkpoint becomes weights could not be recorded at export: {manifest.conversion.untraceable}"],
-            "Pack it on the build side, with the model (weightswap pack --recipe, pack(model=...)).",
-        )
+    if by_key in readings and (reason := _unreadable(tensors, manifest)):
+        advice = "Pack it on the build side, with the model (weightswap pack --recipe, pack(model=...))."
+        raise WeightsMismatch(where, [reason], advice)
     wanted = [reading(manifest)._replace(part=whole is not None) for reading in readings]
     matches = _matches(tensors, wanted)
     fitting = [match for match in matches if not match.problems]
@@ -214,6 +211,22 @@ def resolve(
     unknown = by_key(manifest)._without_keys(tensors) if by_key in readings else ""
     advice = _peft_advice(tensors, demanded) or advice or shard_advice(where) or unknown or nearest.advice
     raise WeightsMismatch(where, nearest.problems, advice)
+
+
+def _unreadable(names: Collection[str], manifest: Manifest) -> str:
+    """Return why checkpoints cannot be read as the model loads them; an empty text if they can."""
+    conversion = manifest.conversion
+    if conversion.untraceable:
+        return f"how a checkpoint becomes weights could not be recorded at export: {conversion.untraceable}"
+    unloaded = {source.weight for source in conversion.sources if not source.keys}
+    ignored = [
+        name
+        for weight in manifest.weights
+        if weight.name in unloaded
+        for name in weight.names
+        if name in names and name in conversion.ignored
+    ]
+    return f"the model's loading code does not take {listed(ignored)} from a checkpoint" if ignored else ""
 
 
 def _check_one_meaning(names: Collection[str], match: Match, whole: Sequence[Reading], where: str) -> None:

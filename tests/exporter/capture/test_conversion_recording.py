@@ -303,6 +303,43 @@ def test_where_the_version_of_a_checkpoint_counts_it_is_packed_with_the_model(tm
     assert torch.equal(served(X), eager(X))
 
 
+class KeepsItsOwn(nn.Module):
+    """Has a table that it keeps, or makes anew, whatever a checkpoint has."""
+
+    def __init__(self, is_remade: bool) -> None:
+        super().__init__()
+        self.linear, self.is_remade = nn.Linear(4, 4), is_remade
+        self.register_buffer("table", torch.arange(4.0))
+
+    def _load_from_state_dict(self, state: State, prefix: str, *rest: Any) -> None:
+        state[f"{prefix}table"] = torch.arange(4.0) if self.is_remade else self.table
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.table
+
+
+@pytest.mark.parametrize("is_remade", [False, True])
+def test_a_weight_that_loading_does_not_take_is_not_read_from_a_checkpoint(is_remade: bool, tmp_path: Path) -> None:
+    model = KeepsItsOwn(is_remade).eval()
+    with pytest.warns(UserWarning, match=r"no checkpoint key provides the weight\(s\) table"):
+        artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    state = different(partial(KeepsItsOwn, is_remade), 1).state_dict() | {"table": torch.ones(4)}
+    path, served = tmp_path / "c.safetensors", load(artifact, model)
+    safetensors.torch.save_file(state, path)
+    for refused in (path, dict(state), iter(state.items())):
+        with pytest.raises(WeightsMismatch, match="does not take table from a checkpoint"):
+            served.swap(refused)
+    with pytest.raises(WeightsMismatch, match="does not take table from a checkpoint"):
+        pack(state, artifact, out=tmp_path / "v.safetensors")
+    eager = KeepsItsOwn(is_remade).eval()
+    eager.load_state_dict(dict(state))
+    served.swap(pack(path, artifact, out=tmp_path / "v.safetensors", model=KeepsItsOwn(is_remade)).path)
+    assert torch.equal(served(X), eager(X))
+    served.swap(state, keys="fqn")  # as they are
+    assert torch.equal(served(X), nn.functional.linear(X, state["linear.weight"], state["linear.bias"]))
+
+
 class TiesAgain(nn.Module):
     """Doubles one of two tied tensors on loading, and ties them again."""
 
