@@ -44,7 +44,7 @@ from weightswap_runtime.tensors import (
     numpy_dtype,
 )
 
-_COMMON = (2, 3, 5)  # sizes of dynamic dimensions, in turn: unlike each other, and unlike 1, which broadcasts
+_COMMON = (2, 3, 5, 8)  # sizes of dynamic dimensions, in turn: unlike each other, and unlike 1, which broadcasts
 _MOST_ELEMENTS = 1 << 18  # of all inputs together, for the largest sizes of dimensions
 _MOST_INTEGERS = 1 << 11  # likewise for integers: each token adds a row of outputs
 _UNBOUNDED = 64  # the largest size of a dimension without a maximum

@@ -74,8 +74,8 @@ TEXTS: dict[str, Callable[[int], str]] = {
 }
 
 
-def bombs(document: Json, size: int) -> Iterator[tuple[str, str]]:
-    """Yield names and texts of documents of about so many bytes, each with one place blown up."""
+def bombs(document: Json, size: int) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield names and makers of documents of about so many bytes, each with one place blown up."""
     seen: set[Path] = set()
     for path, value in _places(document, ()):
         kind = tuple("*" if isinstance(key, int) else key for key in path)
@@ -84,10 +84,16 @@ def bombs(document: Json, size: int) -> Iterator[tuple[str, str]]:
         seen.add(kind)
         where = ".".join(map(str, kind)) or "all"
         if value and isinstance(value, dict | list):
-            yield f"{where}: repeated", json.dumps(_replaced(document, path, _repeated(value, size)))
+            yield (
+                f"{where}: repeated",
+                lambda path=path, value=value: json.dumps(_replaced(document, path, _repeated(value, size))),
+            )
         before, after = json.dumps(_replaced(document, path, _HERE)).split(json.dumps(_HERE))
         for name, text in TEXTS.items():
-            yield f"{where}: {name}", before + text(size) + after
+            yield (
+                f"{where}: {name}",
+                lambda before=before, text=text, after=after: before + text(size) + after,
+            )
 
 
 def _places(value: Json, path: Path) -> Iterator[tuple[Path, Json]]:
@@ -114,28 +120,39 @@ def _repeated(value: Json, size: int) -> Json:
     return {**value, **{f"{last}.{i}": value[last] for i in range(count)}}
 
 
-def weight_bombs(raw: bytes, size: int) -> Iterator[tuple[str, bytes]]:
-    """Yield names and contents of safetensors files: the header blown up, or the stamp in it."""
+def weight_bombs(raw: bytes, size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Yield names and makers of safetensors files: the header blown up, or the stamp in it."""
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
-    for name, text in bombs(header, size):
-        yield name, struct.pack("<Q", len(text.encode())) + text.encode() + data
+
+    def file(make: Callable[[], str]) -> bytes:
+        text = make().encode()
+        return struct.pack("<Q", len(text)) + text + data
+
+    for name, make in bombs(header, size):
+        yield name, partial(file, make)
     key = next((key for key in (METADATA_KEY, DELTA_KEY) if key in header.get("__metadata__", {})), None)
-    for name, text in bombs(json.loads(header["__metadata__"][key]), size // 2) if key else ():
-        changed = json.dumps(_replaced(header, ("__metadata__", key or ""), text)).encode()
-        yield f"stamp {name}", struct.pack("<Q", len(changed)) + changed + data
+    for name, make in bombs(json.loads(header["__metadata__"][key]), size // 2) if key else ():
+
+        def stamped(make: Callable[[], str] = make) -> str:
+            return json.dumps(_replaced(header, ("__metadata__", key or ""), make()))
+
+        yield f"stamp {name}", partial(file, stamped)
 
 
 class Reader(NamedTuple):
-    """`read` takes the content of a file or a request; `bombs` yields names and such contents."""
+    """`read` takes the content of a file or a request; `bombs` yields names and makers of such contents."""
 
     name: str
     read: Callable[[bytes], object]
-    bombs: Callable[[int], Iterator[tuple[str, bytes]]]
+    bombs: Callable[[int], Iterator[tuple[str, Callable[[], bytes]]]]
 
 
-def _of(document: Json) -> Callable[[int], Iterator[tuple[str, bytes]]]:
-    return lambda size: ((name, text.encode()) for name, text in bombs(document, size))
+def _of(document: Json) -> Callable[[int], Iterator[tuple[str, Callable[[], bytes]]]]:
+    return lambda size: (
+        (name, lambda make=make: make().encode())
+        for name, make in bombs(document, size)  # type: ignore[misc]
+    )
 
 
 def readers(folder: File) -> Iterator[Reader]:
@@ -234,10 +251,11 @@ def read_all(reader: Reader, size: int, every: int, watch: Watch) -> dict[str, A
     """Give a reader its bombs; return how many it accepted, and what took most of each, with the bomb's name."""
     count = accepted = 0
     most = {"seconds": (0.0, ""), "bytes": (0.0, ""), "stopped": (0.0, "")}
-    for name, raw in reader.bombs(size):
+    for name, make in reader.bombs(size):
         count += 1
         if count % every:
             continue
+        raw = make()
         File("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         time.sleep(0.002)  # the other thread has its turn
         watch.begin()

@@ -312,6 +312,8 @@ def _adapt_node(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         _exact_division(graph, node)
     elif _rounds_integers(node):
         _exact_integers(graph, node)
+    elif _is_remainder_of_fractions(node):
+        _exact_remainder(graph, node)
 
 
 def _plain_attention(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
@@ -414,13 +416,18 @@ def _exact_integers(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     The rewrite uses int64, as ONNX Runtime lacks some of these operators for narrower integers.
     """
     aten = torch.ops.aten
-    assert isinstance(node.target, torch._ops.OpOverload)
     with graph.inserting_before(node):
         dividend, divisor = (_int64(graph, value) for value in node.args[:2])
         result = _rounded(graph, dividend, divisor, node.kwargs.get("rounding_mode"))
         result = graph.call_function(aten.to.dtype, (result, node.meta["val"].dtype))
+    _replace(graph, node, result)
+
+
+def _replace(graph: torch.fx.Graph, node: torch.fx.Node, result: torch.fx.Node) -> None:
+    """Let the result stand for an operator's, or be written to what it changes."""
+    assert isinstance(node.target, torch._ops.OpOverload)
     if node.target._schema.is_mutable:
-        node.target, node.args, node.kwargs = aten.copy_.default, (node.args[0], result), {}
+        node.target, node.args, node.kwargs = torch.ops.aten.copy_.default, (node.args[0], result), {}
     else:
         node.replace_all_uses_with(result)
         graph.erase_node(node)
@@ -440,6 +447,41 @@ def _rounded(graph: torch.fx.Graph, dividend: torch.fx.Node, divisor: torch.fx.N
         return graph.call_function(aten.add.Tensor, (floor, _int64(graph, away)))
     fmod = graph.call_function(aten.sub.Tensor, (remainder, divisor))
     return graph.call_function(aten.where.self, (away, fmod, remainder))
+
+
+def _is_remainder_of_fractions(node: torch.fx.Node) -> bool:
+    """Return whether the node is `a % b` of floats, which torch translates with a quotient that loses digits."""
+    names = ("aten::remainder", "aten::remainder_")
+    is_remainder = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in names
+    return is_remainder and node.meta["val"].dtype.is_floating_point
+
+
+def _exact_remainder(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Rewrite the node with `fmod`, whose sign is the dividend's, as eager computes it."""
+    aten = torch.ops.aten
+    dtype = node.meta["val"].dtype
+    wide = torch.promote_types(dtype, torch.float32)  # in which eager computes
+    (shaped, *_) = (value for value in node.args[:2] if isinstance(value, torch.fx.Node))
+
+    def operand(value: Any) -> torch.fx.Node:
+        if isinstance(value, torch.fx.Node):
+            rounded = graph.call_function(aten.to.dtype, (value, dtype))
+        else:
+            rounded = graph.call_function(aten.full_like.default, (shaped, value), {"dtype": dtype})
+        return graph.call_function(aten.to.dtype, (rounded, wide))
+
+    with graph.inserting_before(node):
+        dividend, divisor = map(operand, node.args[:2])
+        fmod = graph.call_function(aten.fmod.Tensor, (dividend, divisor))
+        negative = tuple(graph.call_function(aten.lt.Scalar, (value, 0)) for value in (fmod, divisor))
+        signs_differ = graph.call_function(aten.logical_xor.default, negative)
+        inexact = graph.call_function(aten.ne.Scalar, (fmod, 0))
+        away = graph.call_function(aten.logical_and.default, (signs_differ, inexact))
+        result = graph.call_function(
+            aten.where.self, (away, graph.call_function(aten.add.Tensor, (fmod, divisor)), fmod)
+        )
+        result = graph.call_function(aten.to.dtype, (result, dtype))
+    _replace(graph, node, result)
 
 
 def _int64(graph: torch.fx.Graph, value: Any) -> torch.fx.Node:

@@ -17,7 +17,7 @@ from weightswap_runtime.format.goldens import GoldensRecord, Value, artifact_gol
 from weightswap_runtime.format.manifest import Manifest, NamedTensor, WeightSource
 from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import WeightSet
-from weightswap_runtime.hash_tree import BLOCK_BYTES
+from weightswap_runtime.hash_tree import BLOCK_BYTES, LEAST_BLOCKS
 from weightswap_runtime.tensors import BLOCK, TensorType, describe
 from weightswap_tools.tensor_set import SetRequest, SetTensor, TensorSet, check_levels, natural, open_set, totals
 from weightswap_tools.terminal import cut_text, human_bytes, ranks_text, signature_sentence, signature_text
@@ -40,7 +40,8 @@ class ArtifactSubject(NamedTuple):
     @property
     def hash_trees_bytes(self) -> int:
         """What a server's hash trees take at most: those of all weights, where a few rows of each block change."""
-        tables = (weight for weight in self.manifest.weights if weight.stride is None)
+        least = (LEAST_BLOCKS - 1) * BLOCK
+        tables = (weight for weight in self.manifest.weights if weight.stride is None and weight.nbytes > least)
         return sum(table.nbytes // BLOCK * BLOCK_BYTES for table in tables)
 
 

@@ -184,6 +184,20 @@ def test_integers_are_divided_exactly(dtype: torch.dtype, below: int, tmp_path: 
         assert np.array_equal(found, wanted.numpy())
 
 
+class Remainders(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [x % y, x % (2 * torch.pi), torch.remainder(x, -0.1), torch.remainder(7.5, y), x.clone().remainder_(y)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_remainders_of_large_quotients_keep_their_digits(dtype: torch.dtype, tmp_path: Path) -> None:
+    x = torch.tensor([1e4, -3e4, 1000.25, -0.5, 6e4, 0.0, -7.0]).to(dtype)
+    y = torch.tensor([6.25, 0.1, -0.1, 3.0, -7.0, 2.0, 7.0]).to(dtype)
+    model = served(Remainders(), (x, y), tmp_path)
+    for found, wanted in zip(model(x.numpy(), y.numpy()), Remainders()(x, y), strict=True):
+        np.testing.assert_array_equal(found, wanted.numpy())
+
+
 def test_outputs_outlive_the_model(tmp_path: Path) -> None:
     model = served(Scaled(), (torch.ones(2, 3),), tmp_path)
     kept = model(X)[0]

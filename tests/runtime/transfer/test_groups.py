@@ -179,18 +179,18 @@ def test_an_operator_need_not_wait_for_a_sender_that_hangs(
 
     monkeypatch.setattr(groups, "BUCKET", 40)
     monkeypatch.setattr(groups.GroupLink, "_send", send_and_hang)
-    first, second = group_of(2, timeout=60.0)
+    first, second = group_of(2, timeout=12.0)  # after which the sender gives up
     receiver = model.receive(second)
     with Sender(first, tiny.path) as sender:
         sending = sender.send(tiny.values(1), wait=False)
         assert isinstance(sending, Sending)
-        assert hangs.wait(20)
+        assert hangs.wait(10)
         while model.progress is None or model.progress.phase != "reading":
             time.sleep(0.01)
         receiver.interrupt()
-        model.swap(weight_file(2), busy="wait", timeout=20)
+        model.swap(weight_file(2), busy="wait", timeout=5)
         assert serves(model, 2)
-        assert receiver.stop(20)
+        assert receiver.stop(5)
         go_on.set()
         with pytest.raises(TransferFailed):
             sending.wait(20)
@@ -251,7 +251,7 @@ def test_what_cannot_be_a_group_is_refused(tiny: TinyArtifact, models: list[Mode
         Sender(second, tiny.path)
     with Sender(first, tiny.path), models[0].receive(second) as receiver:  # what was refused before has left no trace
         assert receiver.alive
-    third, _ = group_of(2)
+    third, _ = group_of(2, timeout=2.0)  # its sender waits so long for the receiver at its end
     with Sender(third, tiny.path), pytest.raises(Unsupported, match="is in use already, by a sender or a receiver"):
         Sender(third, tiny.path)
     for odd, says in ((alone, "has no other rank"), (3, "expected a text such as unix:PATH, or a process group")):

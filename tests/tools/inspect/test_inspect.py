@@ -20,7 +20,6 @@ from torch.export import Dim
 
 from tests.support.models import Counter, Does, Everything, Renamed
 from tests.support.program import document, said
-from tests.support.recommender import Recommender, ids_of
 from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import load, write_delta
 from weightswap_runtime.metrics import ModelCollector
@@ -60,13 +59,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     methods = {name: MethodSpec(name, args) for name, args in calls.items()}
     export(Everything().eval(), methods=methods, out=folder / "everything.artifact")
     export(Counter().eval(), (torch.rand(2, 3),), out=folder / "counter.artifact")
-    recommender = Recommender().eval()
-    export(recommender, (ids_of(recommender),), out=folder / "tables.artifact")
-    pack(recommender, folder / "tables.artifact", out=folder / "tables-1.safetensors")
+    tables = Does(lambda m, ids: m.large(ids) + m.small(ids), large=nn.Embedding(70_000, 16), small=nn.Embedding(9, 16))
+    export(tables.eval(), (torch.arange(4),), out=folder / "tables.artifact")
+    pack(tables, folder / "tables.artifact", out=folder / "tables-1.safetensors")
     with torch.no_grad():
-        recommender.items.weight[::1000] += 1  # some rows of each MiB
-        recommender.users.weight[::1000] += 1
-    pack(recommender, folder / "tables.artifact", out=folder / "tables-2.safetensors")
+        tables.large.weight[::1000] += 1  # some rows of each MiB
+        tables.small.weight += 1
+    pack(tables, folder / "tables.artifact", out=folder / "tables-2.safetensors")
     write_delta(folder / "tables-1.safetensors", folder / "tables-2.safetensors", folder / "tables-d.safetensors")
     export(Renamed().eval(), (torch.rand(2, 3),), out=folder / "renamed.artifact")
     safetensors.torch.save_file(
@@ -127,8 +126,8 @@ def test_an_artifact_in_words(inspect: Inspect) -> None:
 
 
 def test_what_hash_trees_take_is_what_the_metric_comes_to(inspect: Inspect) -> None:
-    most = 2 * 2**20 // 16  # of a table of two whole MiB and a part; smaller weights have none
-    words = "at most 131.1 kB of a server's memory, if rows of all weights are updated"
+    most = 4 * 2**20 // 16  # of a table of four whole MiB and a part; smaller weights have none
+    words = "at most 262.1 kB of a server's memory, if rows of all weights are updated"
     assert f"hash trees {words}\n" in inspect("tables.artifact")
     assert words in report(inspect, "tables.artifact")[0]
     assert document("inspect", "tables.artifact")["hash_trees_bytes"] == most
