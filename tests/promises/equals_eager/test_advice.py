@@ -15,8 +15,16 @@ from torch.nn.functional import linear as apply
 from torch.nn.functional import normalize
 
 from tests.support.refusals import because
-from weightswap_exporter import export, pack, skeleton
-from weightswap_runtime import Artifact, CaptureError, CheckpointError, WeightFileError, WeightsMismatch, load
+from weightswap_exporter import export, pack, publish, skeleton
+from weightswap_runtime import (
+    Artifact,
+    CaptureError,
+    CheckpointError,
+    Sender,
+    WeightFileError,
+    WeightsMismatch,
+    load,
+)
 from weightswap_runtime.errors import ContextError, GraphMismatch, StaleState
 from weightswap_runtime.memory.host import FOR_STAGING
 from weightswap_tools.diff.artifacts import compare_artifacts
@@ -89,12 +97,31 @@ def test_packing_with_the_model_refuses_what_the_graph_would_keep(kind: str, tmp
 
 
 @pytest.mark.parametrize("kind", ["tensor", "buffer"])
-def test_a_module_with_other_constants_than_the_artifact_is_not_packed(kind: str, tmp_path: Path) -> None:
+def test_a_module_with_other_constants_than_the_artifact_is_refused_wherever_it_is_given(
+    kind: str, tmp_path: Path
+) -> None:
     artifact = exported(SCALED[kind](), tmp_path, checkpoint=checkpoint_of_scaled(1.0))
-    model = SCALED[kind]()
+    same, model = SCALED[kind]().eval(), SCALED[kind]().eval()
     model.load_state_dict(checkpoint_of_scaled(3.0))
-    with pytest.raises(CheckpointError, match=r"scale, which is a constant of the graph: expected 1\.0, found 3\.0"):
-        pack(model, artifact, out=tmp_path / "v.safetensors")
+    served, at = load(artifact, same), f"unix:{tmp_path / 'socket'}"
+    with served.receive(at), Sender(at, artifact) as sender:
+        builds: list[Callable[[], object]] = [
+            lambda: pack(model, artifact, out=tmp_path / "v.safetensors"),
+            lambda: publish(model, tmp_path / "published", artifact, step=1),
+        ]
+        serves: list[Callable[[], object]] = [
+            lambda: load(artifact, model),
+            lambda: served.swap(model),
+            lambda: served.swap(model, rows={}),
+            lambda: served.stage(model),
+            lambda: sender.send(model),
+        ]
+        for error, gives in ((CheckpointError, builds), (WeightsMismatch, serves)):
+            for give in gives:
+                with pytest.raises(error, match=r"scale, which is a constant of the graph: expected 1\.0, found 3\.0"):
+                    give()
+    assert torch.equal(served(X), same(X))
+    assert not (tmp_path / "published").exists()
 
 
 def test_a_persistent_buffer_as_advised_has_the_checkpoints_value(tmp_path: Path) -> None:
