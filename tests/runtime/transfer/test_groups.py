@@ -317,7 +317,7 @@ def test_a_member_that_fails_at_any_step_leaves_whole_weights(
 
 
 SENDER = """
-import os, signal, sys
+import signal, sys, threading
 from weightswap_runtime import Sender, load, process_group
 from weightswap_runtime.transfer import group as groups
 from tests.support.tiny import TinyArtifact
@@ -329,7 +329,7 @@ plain = groups.GroupLink._send
 
 def send(link, content):
     if len(sent) == step:
-        os.kill(os.getpid(), number)
+        signal.pthread_kill(threading.get_ident(), number)  # this thread: another one would stop it a moment later
     sent.append(1)
     plain(link, content)
 
