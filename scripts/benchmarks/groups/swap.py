@@ -33,6 +33,7 @@ Part = Callable[[Stored, Model, int], Iterator[Row]]
 NEARLY_AS_FAST = Goal("ratio", "at least", 0.8)
 NEARLY_FREE = Goal("ratio", "at least", 0.85)
 INSTANT = Goal("p99", "at most", 100)
+AT_ONCE = Goal("median", "at most", 15)
 UNFELT = Goal("p99", "at most", 50)
 ONE_COPY = Goal("ratio", "at most", 1.3)
 
@@ -133,6 +134,8 @@ def _first_staging(stored: Stored, rounds: int) -> Iterator[Row]:
 def _commits(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
     """Measure rollbacks, which are commits that read no file, so many are possible at any size."""
     yield from _rollbacks(model, f"{stored.size}, idle", rounds)
+    loops = [seconds(lambda: [model.rollback() for _ in range(COMMITS)]) / COMMITS * 1e6 for _ in range(rounds)]
+    yield spread(f"rollback in a tight loop, {stored.size}", "us", loops, AT_ONCE)
     with calling(lambda: model(stored.tokens), CALLERS):
         yield from _rollbacks(model, f"{stored.size}, {CALLERS} threads calling", rounds)
 
