@@ -197,7 +197,8 @@ class WeightStore:
             raise Unsupported(f"{weights.where}: a file that arrives, which ranks do not take; give them a path")
         owner = self._owner(delta or weights.stamp, member)
         served = self.gate.current.identity if self.gate.current else None
-        check_constants(request.source, owner.artifact)
+        for each in list(self._members.values()):
+            check_constants(request.source, each.artifact)
         staging = Staging(
             request, owner.artifact.manifest, served, owner.open_transforms, self.trees, self.workers, job
         )

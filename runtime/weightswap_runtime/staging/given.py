@@ -21,7 +21,7 @@ from weightswap_runtime.sources.arriving import Arriving, Receive
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url
 from weightswap_runtime.sources.memory import MemorySource
-from weightswap_runtime.tensors import TensorBytes, TensorType, difference, same_type
+from weightswap_runtime.tensors import TensorBytes, difference, same_type
 
 from .golden_check import default_tolerance
 
@@ -319,23 +319,24 @@ def check_constants(weights: object, artifact: Artifact) -> None:
 def constant_problems(module: nn.Module, artifact: Artifact) -> list[str]:
     """Return how a module's constants, such as buffers that are not persistent, differ from the artifact's.
 
-    One of another type is what a cast changes, or a table that has grown, and no problem; nor is one without values.
+    One of another type is what a cast changes, or a table that has grown, and no problem; nor is one whose values are
+    not here.
     """
-    from weightswap_runtime.torch_tensors import DTYPE_NAMES, tensor_bytes  # needs torch
-
-    torch = sys.modules["torch"]
     values = artifact.constants() if artifact.manifest.constants else {}
     problems = []
     for row in artifact.manifest.constants:
-        tensor: Any = module
+        value: Any = module
         for name in row.name.rpartition("/")[2].split("."):  # METHOD/NAME for literals and plain attributes
-            tensor = getattr(tensor, name, None)
-        if not isinstance(tensor, torch.Tensor) or tensor.is_meta or hasattr(tensor, "fake_mode"):
+            value = getattr(value, name, None)
+        try:
+            source = MemorySource(row.name, value)
+        except ValueError:  # a number, or a tensor without values
             continue
-        found = TensorType(DTYPE_NAMES.get(tensor.dtype, ""), tuple(tensor.shape))
-        if same_type(found, row):
-            content = TensorBytes(found.dtype, found.shape, tensor_bytes(tensor.detach()))
-            text = difference(values[row.name], content, default_tolerance(row.dtype))
+        if same_type(source.type, row):
+            content = memoryview(bytearray(source.size))
+            source.read_into([content], 0)
+            found = TensorBytes(row.dtype, row.shape, content)
+            text = difference(values[row.name], found, default_tolerance(row.dtype))
             problems += [f"{row.name}, which is a constant of the graph{text}"] if text else []
     return problems
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import linear as apply
 from torch.nn.functional import normalize
 
+from tests.support.models import Does
 from tests.support.refusals import because
 from weightswap_exporter import export, pack, publish, skeleton
 from weightswap_runtime import (
@@ -122,6 +123,18 @@ def test_a_module_with_other_constants_than_the_artifact_is_refused_wherever_it_
                     give()
     assert torch.equal(served(X), same(X))
     assert not (tmp_path / "published").exists()
+
+
+def test_code_that_gradients_forbid_is_decorated_as_advised(tmp_path: Path) -> None:
+    def write(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        whole = torch.cat([model.get_parameter("weight")] * 2)
+        whole.chunk(2)[1].zero_()
+        return x @ whole.T
+
+    with pytest.raises(CaptureError, match=r"decorate the method with torch\.no_grad\(\)"):
+        exported(Does(write, weight=nn.Parameter(torch.ones(4, 4))), tmp_path)
+    eager = Does(torch.no_grad()(write), weight=nn.Parameter(torch.randn(4, 4))).eval()
+    assert torch.equal(load(exported(eager, tmp_path), eager)(X), eager(X))
 
 
 def test_a_persistent_buffer_as_advised_has_the_checkpoints_value(tmp_path: Path) -> None:

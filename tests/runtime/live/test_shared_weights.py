@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.models import Counter
+from tests.support.models import Counter, Does
 from tests.support.refusals import because
 from tests.support.sessions import sessions_of
 from tests.support.setups import different
@@ -24,6 +24,7 @@ from weightswap_runtime import (
     StagingBusy,
     Unsupported,
     WeightFileError,
+    WeightsMismatch,
     load,
 )
 from weightswap_runtime.live.store import WeightStore
@@ -231,3 +232,19 @@ def test_refusals_to_share_say_orders_and_ties(tmp_path: Path) -> None:
         load(export(turned, (x,), out=tmp_path / "turned.artifact"), share=model)
     with pytest.raises(Unsupported, match=r"0\.weight: F32\[4, 4, 2, 2\], found F32\[4, 4, 2, 2\], tied to 1\.weight"):
         load(export(tied, (x,), out=tmp_path / "tied.artifact"), share=model)
+
+
+def test_a_module_has_the_constants_of_every_artifact_that_shares_its_weights(tmp_path: Path) -> None:
+    def times(number: float) -> nn.Module:
+        scale = nn.Buffer(torch.tensor(number), persistent=False)
+        return Does(lambda m, x: m.linear(x) * m.scale, linear=nn.Linear(3, 3), scale=scale).eval()
+
+    x, one, three = torch.ones(2, 3), times(1.0), times(3.0)
+    first, second = (export(model, (x,), out=tmp_path / name) for model, name in ((one, "a"), (three, "b")))
+    model = load(first, one)
+    assert torch.equal(model(x), one(x))
+    other = load(second, share=model)
+    with pytest.raises(WeightsMismatch, match="scale, which is a constant of the graph"):
+        model.swap(one)
+    model.swap(dict(one.named_parameters()))
+    assert torch.equal(other(x), model(x) * 3)
