@@ -214,42 +214,49 @@ def _has_loading_code(model: nn.Module) -> bool:
 class _Recording:
     """Recorder of one model's loading code."""
 
-    def __init__(self, view: ModelView, tables: Tables, load: Load | None, identities: Mapping[str, _Source]) -> None:
-        self._view, self._tables, self._load, self._identities = view, tables, load, identities
-        self._saved = identities
+    def __init__(self, view: ModelView, tables: Tables, load: Load | None, saved: Mapping[str, _Source]) -> None:
+        """saved: the keys under which a state dict has each weight; empty for other checkpoints."""
+        self._view, self._tables, self._load, self._saved = view, tables, load, saved
+        self._identities: Mapping[str, _Source] = {}  # the sources of weights that loading does not change
 
     def record(self, checkpoint: CheckpointTensors) -> Recorded:
         """Record `load`, by default `load_state_dict`, or if that refuses the checkpoint, a load that is not strict.
 
         Hooks that rename keys on saving only have this effect; unchanged weights are then found by their identity.
         """
+        load = self._load or load_state_dict
         try:
-            recorded = self._record(checkpoint, self._load or load_state_dict, {})
+            recorded = self._record(checkpoint, load)
         except Untraceable as error:
-            if not self._identities or self._load is not None or error.wants_values:
+            if not self._saved or self._load is not None or error.wants_values:
                 raise
-            return self._record(checkpoint, load_what_fits, self._identities)
-        self._identities = {}
-        self._check_versions(recorded, checkpoint)
+            load, self._identities = load_what_fits, self._saved
+            recorded = self._record(checkpoint, load)
+        self._check_versions(recorded, checkpoint, load)
         return recorded
 
-    def _check_versions(self, recorded: Recorded, checkpoint: CheckpointTensors) -> None:
+    def _check_versions(self, recorded: Recorded, checkpoint: CheckpointTensors, load: Load) -> None:
         """Raise Untraceable if loading code asks for a version: servers and files of tensors alone know of none."""
         if not hasattr(checkpoint, "_metadata"):
             return
         try:
-            without = self._record(dict(checkpoint), self._load or load_state_dict, {})
-        except (Untraceable, CaptureError):
-            return  # eager loads no such file either
-        if (without.conversion.sources, without.files) != (recorded.conversion.sources, recorded.files):
+            without = self._record(dict(checkpoint), load)
+            is_same = (without.conversion.sources, without.files) == (recorded.conversion.sources, recorded.files)
+        except Untraceable as error:
+            is_same = not error.wants_values  # else the model itself refuses a file without a version
+        except CaptureError:
+            is_same = False
+        if not is_same:
             raise _untraceable("depends on the version that a state dict has in `_metadata`, and many files lack")
 
-    def _record(self, checkpoint: CheckpointTensors, load: Load, identities: Mapping[str, _Source]) -> Recorded:
+    def _record(self, checkpoint: CheckpointTensors, load: Load) -> Recorded:
         traced = trace_loading(self._view, self._tables.loaded, checkpoint, load)
         search = _Search(traced, self._view.tensors)
         sources = {weight.name: search.source_of(weight) for weight in self._tables.weights}
         sources = {name: _with_copies(name, source, self._saved.get(name)) for name, source in sources.items()}
-        sources = {name: source if source.keys else identities.get(name, source) for name, source in sources.items()}
+        sources = {
+            name: source if source.keys else self._identities.get(name, source) for name, source in sources.items()
+        }
         _check_whole(sources, checkpoint)
         return _conversion(sources, checkpoint, search)
 
@@ -257,7 +264,7 @@ class _Recording:
         """Mark optional keys as needed if loading code, which can test for a key, does something else without them."""
         fewer = {key: value for key, value in checkpoint.items() if flattened({key: value}).keys() - optional}
         try:
-            without = self._record(like_checkpoint(checkpoint, fewer), self._load or load_what_fits, self._identities)
+            without = self._record(like_checkpoint(checkpoint, fewer), self._load or load_what_fits)
             if (without.conversion.sources, without.files) == (recorded.conversion.sources, recorded.files):
                 return recorded
         except (Untraceable, CaptureError):

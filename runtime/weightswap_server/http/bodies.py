@@ -82,7 +82,7 @@ class Bodies:
 
     async def parse(self, body: bytes, parser: Callable[[bytes], T]) -> T:
         """Call a parser, in a thread if the body is large."""
-        return parser(body) if len(body) <= _SMALL else await self._in_thread(lambda: parser(body))
+        return await self.compute(len(body), lambda: parser(body))
 
     async def compute(self, nbytes: int, work: Callable[[], T]) -> T:
         """Do work for so many bytes, in a thread if they are many."""

@@ -303,6 +303,35 @@ def test_where_the_version_of_a_checkpoint_counts_it_is_packed_with_the_model(tm
     assert torch.equal(served(X), eager(X))
 
 
+class Strict(Versioned):
+    """Takes no state dict without a version, as torchvision's MNASNet."""
+
+    def _load_from_state_dict(self, state: State, prefix: str, metadata: State, *rest: Any) -> None:
+        if metadata.get("version") is None:
+            raise ValueError("no version")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+class Looks(Versioned):
+    """Looks at the values of what an older version has saved."""
+
+    def _load_from_state_dict(self, state: State, prefix: str, metadata: State, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] / float(state[f"{prefix}weight"].max())
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_a_model_that_loads_nothing_without_a_version_needs_no_packing(tmp_path: Path) -> None:
+    model = different(Strict, 1)
+    served = load(export(model, (X,), out=tmp_path / "a.artifact"), model.state_dict())
+    assert torch.equal(served(X), model(X))
+
+
+def test_what_cannot_be_recorded_without_a_version_depends_on_it(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="cannot be recorded: loading a checkpoint depends on the version that"):
+        export(different(Looks, 1), (X,), out=tmp_path / "a.artifact")
+
+
 class KeepsItsOwn(nn.Module):
     """Has a table that it keeps, or makes anew, whatever a checkpoint has."""
 
