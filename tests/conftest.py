@@ -28,7 +28,7 @@ from tests.support.shares import left_for_other_days
 from tests.support.short_run import mark_the_rest_slow
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.support.watched import Directory
-from weightswap_runtime import Model, load, write_delta
+from weightswap_runtime import Model, load, native, write_delta
 
 ON_RAY = (
     "tests/fleet/test_cluster",
@@ -160,6 +160,15 @@ def stage(tiny: TinyArtifact, tmp_path: Path) -> Stage:
 @pytest.fixture(params=[1 << 20, 16], ids=["one block", "many blocks"])
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     make_blocks_small(monkeypatch, request.param)
+
+
+@pytest.fixture(params=["native", "numpy"])
+def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What native.c does, and what is done where it was not compiled."""
+    if request.param == "numpy":
+        monkeypatch.setattr(native, "library", None)
+    else:
+        assert native.library is not None, "native.c was not compiled: is there a C compiler?"
 
 
 @pytest.fixture(params=["runs", "rows"])

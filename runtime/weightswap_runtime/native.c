@@ -1,5 +1,6 @@
-/* Hash trees of changed rows, copies of many small ranges, and files on their way to a device. Called through ctypes;
- * where this file was not compiled, Python does the same. Nothing here allocates; the caller has checked all bounds.
+/* Hash trees of changed rows, copies of many small ranges, the search for values that are not finite, and files on
+ * their way to a device. Called through ctypes; where this file was not compiled, Python does the same. Nothing here
+ * allocates; the caller has checked all bounds.
  *
  * BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) is a binary tree over chunks of 1024 bytes. A block of 1 MiB has
  * 1024 of them, so its tree is complete: node n of a block has the parent 1024 + n / 2, leaves are 0 to 1023, the root
@@ -226,6 +227,29 @@ void copy(uint8_t *target, const uint8_t *source, const int64_t *begins, const i
     FETCH(source, 0)
     FETCH(target, 1)
     memcpy(target + begins[i], source + begins[i], ends[i] - begins[i]);
+  }
+}
+
+#define HAS(bits)                                                                                            \
+  CLONED static int has_##bits(const void *data, int64_t nbytes, uint##bits##_t mask, uint##bits##_t value) { \
+    typedef uint##bits##_t __attribute__((aligned(1), may_alias)) element; /* files need not align tensors */ \
+    const element *elements = data;                                                                          \
+    uint##bits##_t found = 0;                                                                                \
+    for (int64_t i = 0; i < nbytes / (bits / 8); i++) found |= (elements[i] & mask) == value;                 \
+    return found;                                                                                            \
+  }
+HAS(8)
+HAS(16)
+HAS(32)
+HAS(64)
+
+/* Returns whether there is an element of `size` bytes whose bits in the mask are those of the value. */
+int has_pattern(const void *data, int64_t nbytes, int64_t size, uint64_t mask, uint64_t value) {
+  switch (size) {
+    case 1: return has_8(data, nbytes, mask, value);
+    case 2: return has_16(data, nbytes, mask, value);
+    case 4: return has_32(data, nbytes, mask, value);
+    default: return has_64(data, nbytes, mask, value);
   }
 }
 

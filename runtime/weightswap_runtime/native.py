@@ -21,6 +21,7 @@ def _open() -> ctypes.CDLL | None:
         return None
     for name in ("rehash", "scatter", "gather", "copy"):
         getattr(library, name).restype = None
+    library.has_pattern.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint64)
     library.upload.restype = ctypes.c_int64
     return library
 

@@ -7,19 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weightswap_runtime import byte_ranges, native
+from weightswap_runtime import byte_ranges
 from weightswap_runtime.byte_ranges import CHUNK, ByteRanges
 from weightswap_runtime.tensors import BLOCK
 
 SIZE = 6000
-
-
-@pytest.fixture(params=["native", "numpy"], autouse=True)
-def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "numpy":
-        monkeypatch.setattr(native, "library", None)
-    else:
-        assert native.library is not None, "native.c was not compiled: is there a C compiler?"
+pytestmark = pytest.mark.usefixtures("_code")
 
 
 @st.composite

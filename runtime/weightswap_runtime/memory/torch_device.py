@@ -28,7 +28,7 @@ import numpy as np
 
 from weightswap_runtime import native
 from weightswap_runtime.errors import Unsupported
-from weightswap_runtime.format.identity import nonfinite_pattern
+from weightswap_runtime.format.identity import NONFINITE
 from weightswap_runtime.threads import WorkerThreads
 from weightswap_runtime.torch_tensors import default_torch_modes
 
@@ -429,10 +429,10 @@ def parts_of(blocks: BlockTable) -> np.ndarray:
 
 def _lanes(dtype: str) -> tuple[int, int, int, int, int]:
     """Return which elements in the lanes of a 32-bit word are not finite, as the kernel takes it."""
-    pattern = nonfinite_pattern(dtype)
+    pattern = NONFINITE.get(dtype)
     if pattern is None:
         return 0, 0, 0, 0, 0
-    size, value, mask = pattern
+    size, mask, value = pattern
     if size == 8:  # the upper half, in every second word, decides
         assert not mask & 0xFFFF_FFFF
         return value >> 32, mask >> 32, 0, 1 << 31, 1

@@ -53,6 +53,7 @@ def codes_of(dtype: str) -> np.ndarray:
     return np.array(edges, np.uint64).astype(f"u{part}")
 
 
+@pytest.mark.usefixtures("_code")
 @pytest.mark.parametrize("dtype", FRACTIONS)
 def test_each_code_is_judged_as_torch_does(dtype: str) -> None:
     """Each pattern alone, among zeros."""
@@ -72,6 +73,7 @@ def test_integers_and_the_smallest_floats_are_always_finite(dtype: str) -> None:
     assert count_nonfinite(dtype, memoryview(b"\xff" * 48)) is None
 
 
+@pytest.mark.usefixtures("_code")
 @pytest.mark.parametrize("offset", [0, 1, 3])  # bytes: a tensor in scratch memory may be unaligned
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F64", "F8_E4M3", "C64"])
 def test_one_nonfinite_value_among_many_is_found(dtype: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
