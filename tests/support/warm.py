@@ -15,6 +15,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -74,7 +75,8 @@ def share() -> None:
 
 def listen() -> tuple[socket.socket, str]:
     """Return the socket for requests, and the command that sends them."""
-    folder = tempfile.mkdtemp(prefix="warm-")
+    folder = tempfile.mkdtemp(prefix="weightswap-tests-")
+    atexit.register(remove, folder, os.getpid())
     address, command = f"{folder}/socket", Path(folder, "python")
     command.write_text(CLIENT.format(interpreter=sys.executable, address=address))
     command.chmod(0o755)
@@ -90,6 +92,11 @@ def start(server: socket.socket, command: str) -> None:
     running = subprocess.Popen(program, cwd=ROOT, pass_fds=[server.fileno()], env=environment)
     server.close()
     atexit.register(end, running)
+
+
+def remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def end(running: subprocess.Popen[bytes]) -> None:
