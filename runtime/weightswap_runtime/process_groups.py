@@ -199,11 +199,10 @@ class Members:
 
     def wait(self, work: Any, check: Callable[[], None] | None = None) -> None:
         """Wait until something that was begun has ended. Raises TransferFailed, and what `check` raises meanwhile."""
-        nap = _SHORT_NAP
+        start = time.monotonic()
         while check is not None and not work.is_completed():
             check()
-            time.sleep(nap)
-            nap = min(2 * nap, _LONG_NAP)
+            time.sleep(min(max(_SHORT_NAP, (time.monotonic() - start) / 8), _LONG_NAP))
         try:
             work.wait()
         except RuntimeError as error:
