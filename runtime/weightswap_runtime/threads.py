@@ -9,6 +9,7 @@ import _thread
 import asyncio
 import gc
 import os
+import sys
 import threading
 import time
 import traceback
@@ -17,25 +18,31 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from threading import Condition
 from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 MOST_THREADS = 16  # of a pool: so many processors a GPU's link needs at most
 FEW = 4  # processors: from so many on a quarter is left to calls, as threads that copy fill the processors' caches, too
+NICENESS = 10  # of threads that yield: beside a busy one each has a tenth of a processor
 PATIENCE = 5.0  # seconds to wait at the end of the interpreter for work that cannot be interrupted
 
 
 class WorkerThreads:
     """A pool with threads for most of the processors that this process may use, including the caller's."""
 
-    def __init__(self, threads: int | None = None) -> None:
-        """threads: None: three for every four processors, and one for each if there are fewer; at most sixteen."""
+    def __init__(self, threads: int | None = None, *, yields: bool = False) -> None:
+        """threads: None: three for every four processors, and one for each if there are fewer; at most sixteen.
+        yields: whether others go first where processors are busy, such as threads that call a model. Nothing that these
+        wait for should be done so."""
         self.threads = threads or min(MOST_THREADS, _suiting(len(os.sched_getaffinity(0))))
+        self._yields = yields
         self._start()
 
     def _start(self) -> None:
-        self._pool = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="weightswap")
+        size, prepare = (self.threads, _yield_to_others) if self._yields else (max(1, self.threads - 1), None)
+        self._pool = ThreadPoolExecutor(size, thread_name_prefix="weightswap", initializer=prepare)
         self._process = os.getpid()
         _pools.add(self._pool)
 
@@ -49,11 +56,19 @@ class WorkerThreads:
         batch = _Batch(function, items, stop)
         if self._process != os.getpid():  # a forked child has the pool but not its threads
             self._start()
+        waits = self._yields and len(batch) > 1  # one is sooner done than handed over
         try:
-            with suppress(RuntimeError):  # no thread can be started: the caller does all the work
-                for _ in range(min(self.threads, len(batch)) - 1):
+            try:
+                for _ in range(min(self.threads, len(batch)) - (not waits)):
                     self._pool.submit(batch.help)
-            batch.work()
+            except RuntimeError:  # no thread can be started: the caller does all the work
+                waits = False
+            if waits:
+                batch.wait()
+            else:
+                batch.work()
+        except BaseException as error:  # an interrupt
+            batch.fail(error)
         finally:
             batch.close()
         error, batch.error = batch.error, None
@@ -62,6 +77,12 @@ class WorkerThreads:
                 raise error
             finally:
                 del error  # a reference cycle through this frame would keep the memory of the error's frames
+
+
+def _yield_to_others() -> None:
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _suiting(processors: int) -> int:
@@ -77,6 +98,7 @@ class _Batch(Generic[T]):
         self._running = 0
         self._closed = False
         self._changed = Condition()
+        self._ended: SimpleQueue[None] = SimpleQueue()  # an entry for each thread that has found no more items
         self.error: BaseException | None = None
 
     def __len__(self) -> int:
@@ -89,6 +111,7 @@ class _Batch(Generic[T]):
                 return
             self._running += 1
         self.work()
+        self._ended.put(None)
         with self._changed:
             self._running -= 1
             self._changed.notify_all()
@@ -104,10 +127,18 @@ class _Batch(Generic[T]):
                     break
                 self._function(item)
         except BaseException as error:
-            self.error = self.error or error
-            self._stop()
+            self.fail(error)
         finally:
             item = None  # the error keeps this frame
+
+    def fail(self, error: BaseException) -> None:
+        """Let no more items be begun. The first error is kept."""
+        self.error = self.error or error
+        self._stop()
+
+    def wait(self) -> None:
+        """Wait until other threads have taken all items."""
+        self._ended.get()
 
     def close(self) -> None:
         """Let no more threads join, and wait for those at work. An interrupt does not end the wait."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +16,9 @@ import safetensors.torch
 import torch
 
 from tests.support import warm
-from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_runtime import jobs
+from tests.support.blocks import make_blocks_small
+from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
+from weightswap_runtime import jobs, load
 from weightswap_runtime.byte_ranges import ByteRanges
 from weightswap_runtime.errors import StageCancelled
 from weightswap_runtime.format.manifest import NamedTensor
@@ -23,8 +26,9 @@ from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.jobs import LONGEST_BURST, POLL_SECONDS, Job
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena, HostPatch, copy_ranges
 from weightswap_runtime.sources.byte_source import LocalFile
+from weightswap_runtime.staging import reading
 from weightswap_runtime.staging.reading import read_tensors
-from weightswap_runtime.threads import WorkerThreads
+from weightswap_runtime.threads import NICENESS, WorkerThreads
 
 RATE = 1e6  # bytes per second
 SIZES = (5 << 20, 3 << 20, 70_000, 1, 0)
@@ -122,6 +126,34 @@ def test_laying_a_patch_over_is_even(
     patch.write_to(arena, WorkerThreads(threads), Job(RATE))
     moves.check()
     assert all(bytes(arena.fetch(*slot)) == bytes([7]) * slot.nbytes for slot in layout.slots.values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process has one priority")
+@pytest.mark.parametrize(("way", "yields"), [("full", True), ("limited", False), ("delta", False)])
+def test_full_stagings_without_a_limit_yield_to_calls(
+    way: str,
+    yields: bool,
+    tiny: TinyArtifact,
+    weight_file: WriteWeights,
+    delta: WriteDelta,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is read by threads of a lower priority than the caller's."""
+    make_blocks_small(monkeypatch, 16)
+    monkeypatch.setattr(reading, "GROUP_BYTES", 16)
+    own, seen = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+    hash_block = reading.blake3
+
+    def noted(block: memoryview) -> Any:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return hash_block(block)
+
+    with load(tiny.path, weight_file(0)) as model:
+        file = delta(0, 1) if way == "delta" else weight_file(1)
+        monkeypatch.setattr(reading, "blake3", noted)
+        model.swap(file, rate_limit=1e9 if way == "limited" else None)
+        assert serves(model, 1)
+    assert set(seen) == {NICENESS if yields else own}
 
 
 def test_unused_rate_is_lost(moves: Moves) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import sys
 import threading
+import time
 import weakref
 
 import pytest
 
 from tests.support import warm
-from weightswap_runtime.threads import WorkerThreads, forget_frames
+from weightswap_runtime.threads import NICENESS, WorkerThreads, forget_frames
 
 
 class Item:
@@ -25,9 +29,9 @@ def test_a_quarter_of_the_processors_is_left_to_calls_where_there_are_a_few(
 
 
 @pytest.mark.usefixtures("_uncollected")
-@pytest.mark.parametrize("in_the_pool", [True, False])
-def test_an_error_of_any_thread_keeps_nothing_of_the_batch(in_the_pool: bool) -> None:
-    workers, caller = WorkerThreads(2), threading.get_ident()
+@pytest.mark.parametrize(("in_the_pool", "yields"), [(True, False), (False, False), (True, True)])
+def test_an_error_of_any_thread_keeps_nothing_of_the_batch(in_the_pool: bool, yields: bool) -> None:
+    workers, caller = WorkerThreads(2, yields=yields), threading.get_ident()
     items = [Item() for _ in range(100)]
     left = weakref.WeakSet(items)
     failed = threading.Event()
@@ -46,7 +50,54 @@ def test_an_error_of_any_thread_keeps_nothing_of_the_batch(in_the_pool: bool) ->
     assert not left
 
 
-def test_an_interrupt_while_a_thread_of_the_pool_starts_keeps_no_interpreter() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="a process has one priority")
+@pytest.mark.parametrize("yields", [True, False])
+def test_threads_that_yield_have_a_lower_priority_than_their_caller(yields: bool) -> None:
+    seen = set[tuple[bool, int]]()
+    caller, own = threading.get_ident(), os.getpriority(os.PRIO_PROCESS, 0)
+    both = threading.Barrier(2)
+
+    def work(_: object) -> None:
+        both.wait(60)
+        thread = threading.get_native_id()
+        seen.add((threading.get_ident() == caller, os.getpriority(os.PRIO_PROCESS, thread)))
+
+    WorkerThreads(2, yields=yields).run_all(work, range(4))
+    assert seen == ({(False, NICENESS)} if yields else {(True, own), (False, own)})
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+def test_an_interrupt_of_a_caller_who_waits_ends_the_batch_first() -> None:
+    done, running = list[int](), threading.Event()
+
+    def work(item: int) -> None:
+        if not running.is_set():
+            running.set()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.05)
+        done.append(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        WorkerThreads(2, yields=True).run_all(work, range(1000))
+    ended = len(done)
+    assert 1 <= ended < 1000
+    time.sleep(0.2)
+    assert len(done) == ended  # no thread works on it any more
+
+
+@pytest.mark.parametrize("yields", [True, False])
+def test_a_caller_works_alone_where_no_thread_can_be_started(yields: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    threads = list[int]()
+    WorkerThreads(3, yields=yields).run_all(lambda _: threads.append(threading.get_ident()), range(9))
+    assert threads == [threading.get_ident()] * 9
+
+
+@pytest.mark.parametrize("yields", [True, False])
+def test_an_interrupt_while_a_thread_of_the_pool_starts_keeps_no_interpreter(yields: bool) -> None:
     script = (
         "import threading, time\nfrom weightswap_runtime.threads import WorkerThreads\n"
         "start = threading.Thread.start\n"
@@ -55,7 +106,7 @@ def test_an_interrupt_while_a_thread_of_the_pool_starts_keeps_no_interpreter() -
         "    if threading.current_thread() is threading.main_thread():\n"
         "        raise KeyboardInterrupt\n"
         "threading.Thread.start = start_and_interrupt\n"
-        "workers = WorkerThreads(2)\n"
+        f"workers = WorkerThreads(2, yields={yields})\n"
         "try:\n    workers.run_all(lambda _: time.sleep(0.2), range(4))\n"
         "except KeyboardInterrupt:\n    pass\n"
     )

@@ -98,7 +98,8 @@ class WeightStore:
         self.turns = Turns()
         self.memory = memory
         self.stages_on_host = memory.stages_on_host and residency == "single"
-        self.workers = WorkerThreads()
+        self.workers = WorkerThreads()  # for what calls wait for
+        self._yielding = WorkerThreads(yields=True)
         self.trees = HashTrees(max_hash_trees)
         self.contexts = Contexts()
         self.variants: weakref.WeakSet[Variants] = weakref.WeakSet()  # of the models that share the weights
@@ -199,9 +200,11 @@ class WeightStore:
         served = self.gate.current.identity if self.gate.current else None
         for each in list(self._members.values()):
             check_constants(request.source, each.artifact)
-        staging = Staging(
-            request, owner.artifact.manifest, served, owner.open_transforms, self.trees, self.workers, job
-        )
+        # updates are short; and threads that yield and begin anew for each piece of a limited staging are often stopped
+        # while they have the interpreter's lock, for which calls wait
+        is_limited, is_update = job.rate_limit is not None, delta is not None or isinstance(weights, GivenRows)
+        workers = self.workers if is_limited or is_update else self._yielding
+        staging = Staging(request, owner.artifact.manifest, served, owner.open_transforms, self.trees, workers, job)
         goldens = self._goldens(weights.location, owner, staging)  # before large files are read
         staged = self._staged(weights, delta, staging)
         if staged.session is not None:  # a patch computes this in its commit, or when it is tried
