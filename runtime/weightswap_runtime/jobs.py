@@ -236,13 +236,17 @@ def check_rate_limit(rate_limit: float | None) -> None:
 
 class Job:
     """Shared state of the threads that work on one staging. `rate_limit` in bytes per second; None: unlimited.
+    `yields`: whether they let calls go first.
 
     The threads do all their reading and copying in `steps`, and all other work in pieces of a few milliseconds.
     """
 
-    def __init__(self, rate_limit: float | None = None) -> None:
+    def __init__(self, rate_limit: float | None = None, *, yields: bool = False) -> None:
         check_rate_limit(rate_limit)
         self.rate_limit = rate_limit
+        # threads that yield, and begin anew for each piece of a limited staging, are often stopped while they have the
+        # interpreter's lock, for which calls wait
+        self.yields = yields and rate_limit is None
         self._lock = fork_safe(threading.Lock())
         self.cancelled = False
         self.abandoned = False  # set by a listener, in the staging's own thread

@@ -34,8 +34,8 @@ class WorkerThreads:
 
     def __init__(self, threads: int | None = None, *, yields: bool = False) -> None:
         """threads: None: three for every four processors, and one for each if there are fewer; at most sixteen.
-        yields: whether others go first where processors are busy, such as threads that call a model. Nothing that these
-        wait for should be done so."""
+        yields: whether others go first where processors are busy, such as threads that call a model; the caller waits.
+        Nothing for which others wait should be done so."""
         self.threads = threads or min(MOST_THREADS, _suiting(len(os.sched_getaffinity(0))))
         self._yields = yields
         self._start()
@@ -67,8 +67,8 @@ class WorkerThreads:
                 batch.wait()
             else:
                 batch.work()
-        except BaseException as error:  # an interrupt
-            batch.fail(error)
+        except BaseException as interrupt:
+            batch.fail(interrupt)
         finally:
             batch.close()
         error, batch.error = batch.error, None

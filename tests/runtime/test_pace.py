@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -129,8 +130,11 @@ def test_laying_a_patch_over_is_even(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process has one priority")
-@pytest.mark.parametrize(("way", "yields"), [("full", True), ("limited", False), ("delta", False)])
-def test_full_stagings_without_a_limit_yield_to_calls(
+@pytest.mark.parametrize(
+    ("way", "yields"),
+    [("background", True), ("async", True), ("foreground", False), ("limited", False), ("delta", False)],
+)
+def test_full_stagings_in_the_background_yield_to_calls(
     way: str,
     yields: bool,
     tiny: TinyArtifact,
@@ -138,7 +142,7 @@ def test_full_stagings_without_a_limit_yield_to_calls(
     delta: WriteDelta,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is read by threads of a lower priority than the caller's."""
+    """The priorities of the threads that read."""
     make_blocks_small(monkeypatch, 16)
     monkeypatch.setattr(reading, "GROUP_BYTES", 16)
     own, seen = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
@@ -151,7 +155,12 @@ def test_full_stagings_without_a_limit_yield_to_calls(
     with load(tiny.path, weight_file(0)) as model:
         file = delta(0, 1) if way == "delta" else weight_file(1)
         monkeypatch.setattr(reading, "blake3", noted)
-        model.swap(file, rate_limit=1e9 if way == "limited" else None)
+        if way == "foreground":
+            model.swap(file)
+        elif way == "async":
+            asyncio.run(model.aswap(file))
+        else:
+            model.stage(file, background=True, rate_limit=1e9 if way == "limited" else None).commit()
         assert serves(model, 1)
     assert set(seen) == {NICENESS if yields else own}
 

@@ -372,7 +372,7 @@ class ModelTarget(Controller):
     def _staged(self, request: SwapRequest) -> Staged:
         model = self.model()
         assert model is not None  # during a poll
-        return Staged(model._methods, self.store, self._member, request, Job(request.rate_limit))
+        return Staged(model._methods, self.store, self._member, request, Job(request.rate_limit, yields=True))
 
     def swap(
         self, path: str | Path, weights_id: str | None, known: str | None = None, onto: tuple[BaseFile, ...] = ()

@@ -98,7 +98,7 @@ class WeightStore:
         self.turns = Turns()
         self.memory = memory
         self.stages_on_host = memory.stages_on_host and residency == "single"
-        self.workers = WorkerThreads()  # for what calls wait for
+        self.workers = WorkerThreads()
         self._yielding = WorkerThreads(yields=True)
         self.trees = HashTrees(max_hash_trees)
         self.contexts = Contexts()
@@ -200,10 +200,8 @@ class WeightStore:
         served = self.gate.current.identity if self.gate.current else None
         for each in list(self._members.values()):
             check_constants(request.source, each.artifact)
-        # updates are short; and threads that yield and begin anew for each piece of a limited staging are often stopped
-        # while they have the interpreter's lock, for which calls wait
-        is_limited, is_update = job.rate_limit is not None, delta is not None or isinstance(weights, GivenRows)
-        workers = self.workers if is_limited or is_update else self._yielding
+        is_update = delta is not None or isinstance(weights, GivenRows)  # which is short
+        workers = self._yielding if job.yields and not is_update else self.workers
         staging = Staging(request, owner.artifact.manifest, served, owner.open_transforms, self.trees, workers, job)
         goldens = self._goldens(weights.location, owner, staging)  # before large files are read
         staged = self._staged(weights, delta, staging)

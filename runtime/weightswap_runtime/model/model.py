@@ -157,7 +157,8 @@ class Model(ServedModel):
 
     def _stage(self, request: SwapRequest, *, background: bool = False, job: Job | None = None) -> Staged:
         self._check_open()
-        staged = Staged(self._methods, self._store, self._member, request, job or Job(request.rate_limit))
+        job = job or Job(request.rate_limit, yields=background)
+        staged = Staged(self._methods, self._store, self._member, request, job)
         self._stagings.add(staged)
         if self._closed:  # by another thread meanwhile
             staged.cancel_soon()
@@ -208,7 +209,7 @@ class Model(ServedModel):
         """
         self._refuse_on_ranks("aswap()")
         request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed).beside_owner()
-        job = Job(request.rate_limit)
+        job = Job(request.rate_limit, yields=True)
 
         def swap() -> SwapReceipt:
             with self._store.turns.wait_for_turn(job.check), self._stage(request, job=job) as staged:
@@ -227,7 +228,7 @@ class Model(ServedModel):
         """
         self._refuse_on_ranks("astage()")
         request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed, onto)
-        request, job = request.beside_owner(), Job(request.rate_limit)
+        request, job = request.beside_owner(), Job(request.rate_limit, yields=True)
         staged = await in_thread(lambda: self._stage(request, job=job), job.cancel)
         try:
             yield staged

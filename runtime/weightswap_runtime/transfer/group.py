@@ -199,7 +199,7 @@ class GroupReceiver(AbstractContextManager["GroupReceiver"]):
 
     def _receive(self, turn: Turn) -> None:
         """Serve what is offered, if all can. Raises TransferFailed if the group has failed."""
-        arrival, self._job = _Arrival(self._members, turn), Job(self._rate_limit)
+        arrival, self._job = _Arrival(self._members, turn), Job(self._rate_limit, yields=True)
         try:
             if self._is_stopping:
                 self._job.cancel()

@@ -184,7 +184,7 @@ class Receiver(AbstractContextManager["Receiver"]):
 
     def _take(self, connection: socket.socket, channel: Channel, offer: Offer) -> Outcome:
         """Serve what is offered, and return what became of it."""
-        job = Job(self._rate_limit)
+        job = Job(self._rate_limit, yields=True)
         with self._lock:
             self._connections[connection] = job
         try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
+from threading import Event, Thread
 
 from report import Goal, Row, compared, spread
 from settings import Settings
@@ -50,6 +52,38 @@ def _calls(table: Stored, rounds: int) -> Iterator[Row]:
         rate = f"staging {table.size} at {limit / 1e6:.0f} MB/s" if limit else f"staging {table.size}, unlimited"
         goal = UNDISTURBED if limit else None
         yield compared(f"p99 of a call, {rate}", "us", busy, "p99 without staging", idle, goal)
+    for callers in (1, 4):
+        measures = {"beside": partial(_stage_beside, model, table, callers), "alone": partial(_stage, model, table)}
+        timings = in_turn(measures, rounds)
+        ms = {name: [1e3 * second for second in values] for name, values in timings.items()}
+        table.check(model)
+        what = f"stage {table.size} while {callers} thread{'s' * (callers > 1)} call{'s' * (callers == 1)}"
+        yield compared(what, "ms", ms["beside"], "while none calls", ms["alone"])
+
+
+def _stage(model: Model, table: Stored) -> float:
+    def stage() -> None:
+        model.stage(table.versions[1].path).discard()
+
+    return seconds(stage)
+
+
+def _stage_beside(model: Model, table: Stored, callers: int) -> float:
+    ended = Event()
+
+    def call() -> None:
+        while not ended.is_set():
+            model(table.tokens)
+
+    threads = [Thread(target=call) for _ in range(callers)]
+    for thread in threads:
+        thread.start()
+    try:
+        return _stage(model, table)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
 
 
 def _p99(model: Model, table: Stored, window: float) -> float:
