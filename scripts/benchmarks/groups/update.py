@@ -57,13 +57,13 @@ def _calls(table: Stored, rounds: int) -> Iterator[Row]:
         timings = in_turn(measures, rounds)
         ms = {name: [1e3 * second for second in values] for name, values in timings.items()}
         table.check(model)
-        what = f"stage {table.size} while {callers} thread{'s' * (callers > 1)} call{'s' * (callers == 1)}"
+        what = f"stage {table.size} in the background while {callers} thread{'s' * (callers > 1)} call{'s' * (callers == 1)}"
         yield compared(what, "ms", ms["beside"], "while none calls", ms["alone"])
 
 
 def _stage(model: Model, table: Stored) -> float:
     def stage() -> None:
-        model.stage(table.versions[1].path).discard()
+        model.stage(table.versions[1].path, background=True).wait().discard()
 
     return seconds(stage)
 
