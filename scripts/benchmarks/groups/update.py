@@ -57,7 +57,8 @@ def _calls(table: Stored, rounds: int) -> Iterator[Row]:
         timings = in_turn(measures, rounds)
         ms = {name: [1e3 * second for second in values] for name, values in timings.items()}
         table.check(model)
-        what = f"stage {table.size} in the background while {callers} thread{'s' * (callers > 1)} call{'s' * (callers == 1)}"
+        calling = "1 thread calls" if callers == 1 else f"{callers} threads call"
+        what = f"stage {table.size} in the background while {calling}"
         yield compared(what, "ms", ms["beside"], "while none calls", ms["alone"])
 
 
