@@ -25,7 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 T = TypeVar("T")
 MOST_THREADS = 16  # of a pool: so many processors a GPU's link needs at most
 FEW = 4  # processors: from so many on a quarter is left to calls, as threads that copy fill the processors' caches, too
-NICENESS = 10  # of threads that yield: beside a busy one each has a tenth of a processor
+NICENESS = 10  # steps by which threads that yield are nicer: beside a busy one each has a tenth of a processor
 PATIENCE = 5.0  # seconds to wait at the end of the interpreter for work that cannot be interrupted
 
 
@@ -82,7 +82,8 @@ class WorkerThreads:
 def _yield_to_others() -> None:
     if sys.platform == "linux":  # where a thread has a priority of its own
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
 def _suiting(processors: int) -> int:
