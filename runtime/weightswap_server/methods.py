@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ from weightswap_runtime.format.signature import (
 from weightswap_runtime.live.calls import Caller
 from weightswap_runtime.live.variants import Choice, VariantNames
 from weightswap_runtime.model.served import Pinned, ServedModel, engine_of
-from weightswap_runtime.tensors import DTYPES, TensorBytes, array_content, as_array, numpy_dtype
+from weightswap_runtime.tensors import DTYPES, TensorBytes, array_content, as_array, as_float64, numpy_dtype
 
 from .errors import BadRequest
 from .protocol import DATATYPE_OF, DATATYPES, TensorMetadata
@@ -48,6 +48,8 @@ _OF_VALUES = re.compile(
 )
 _JAGGED = {f"torchrec.sparse.jagged_tensor.{name}" for name in ("JaggedTensor", "KeyedJaggedTensor")}
 _MOST_TRIED = 4096  # rows of a batch, for which conditions of a graph are tried
+_NOISE = 0.05  # of the largest value: half-precision numbers that were summed in another order differ by less
+_Draw = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 Flat = Sequence[Any]  # a method's flat inputs: TensorBytes, ints and literals, in the graph's order
 Outputs = Sequence[tuple[str, TensorBytes]]
 _Bags = tuple[str, str | None, bool]  # names of offsets and, if given, of indices; whether the last offset ends a bag
@@ -73,6 +75,7 @@ class ServedMethod:
         ]
         self._bags = list(_bags(model, name, self._inputs))
         self._joins: list[_Join] = []
+        self._batch_dim = ""
         self._rows: tuple[int, int] = 0, 1  # index of an input, and how many of its rows each row of a batch has
         checked = {leaf.name for jagged in self._jagged for leaf in (jagged.lengths, jagged.offsets) if leaf}
         free = [leaf.name for leaf in self._inputs if isinstance(leaf, Tensor) and leaf.name not in checked]
@@ -130,12 +133,14 @@ class ServedMethod:
         flat = self.arguments({name: array_content(array) for name, array in arrays.items()})
         return {name: as_array(content) for name, content in self.call(pinned, flat)}
 
-    def sample(self) -> list[Any] | None:
-        """Return flat inputs of zeros of the smallest allowed sizes, at least 1; None if no call may have these.
+    def sample(self, draw: _Draw = np.zeros, rows: int = 1) -> list[Any] | None:
+        """Return flat inputs of the smallest allowed sizes, at least 1, and of at least so many rows of a batch.
 
-        All ids of a jagged tensor are in its first row.
+        None if no call may have these. draw: returns values of a shape and dtype. All ids of a jagged tensor are in its
+        first row.
         """
-        sizes = {name: max(1, limits.min) for name, limits in self.signature.dims.items()}
+        least = {self._batch_dim: rows}
+        sizes = {name: max(least.get(name, 1), limits.min) for name, limits in self.signature.dims.items()}
         if not all_hold(self.signature.conditions, sizes):
             return None
         filled: dict[str, TensorBytes] = {}
@@ -145,7 +150,7 @@ class ServedMethod:
                 filled[jagged.lengths.name] = _zeros(jagged.lengths, sizes, {0: count})
             if jagged.offsets:
                 filled[jagged.offsets.name] = _zeros(jagged.offsets, sizes, {slice(1, None): count})
-        return [filled.get(leaf.name) or _sample(leaf, sizes) for leaf in self._inputs]
+        return [filled.get(leaf.name) or _sample(leaf, sizes, draw) for leaf in self._inputs]
 
     def batch_limit(self, dim: str) -> int | None:
         """Return the most rows of a call along `dim`, the first dimension of all inputs and outputs; None: unlimited.
@@ -173,7 +178,7 @@ class ServedMethod:
                 f"{self.name}: calls cannot be batched along {dim!r}: it must be the first dimension of all inputs and "
                 "outputs, and occur nowhere else; a jagged tensor must have lengths, and a number of ids of its own"
             )
-        self._joins = joins
+        self._joins, self._batch_dim = joins, dim
         first = next((index for index, leaf in enumerate(self._inputs) if leaf in tensors), None)
         self._rows = (joins[0].lengths, joins[0].keys) if first is None and joins else (first or 0, 1)
         return min(limit or _MOST_TRIED, _MOST_TRIED) if conditions else limit
@@ -193,6 +198,31 @@ class ServedMethod:
         places = {leaf.name: index for index, leaf in enumerate(self._inputs)}
         most = self.signature.dims[count].max
         return _Join(places[lengths.name], tuple(places[leaf.name] for leaf in values), keys, count, most)
+
+    def mixed_output(self, caller: Caller, limit: int) -> str | None:
+        """Return an output whose rows depend on the other rows of a batch, of which at most `limit` are tried.
+
+        None if random inputs show no such output, or that outputs are random, too. Raises what calls raise.
+        """
+        try:
+            return self._mixed_output(caller, limit, ids=2)
+        except InputMismatch:
+            return self._mixed_output(caller, limit, ids=1)  # a table may have one row
+
+    def _mixed_output(self, caller: Caller, limit: int, ids: int) -> str | None:
+        draw = _drawing(ids)
+        calls = [flat for rows in (1, 2) if (flat := self.sample(draw, rows))]
+        if len(calls) < 2 or sum(map(self.rows, calls)) > limit:
+            return None
+        first, again, second = (self.call(caller, flat) for flat in (calls[0], calls[0], calls[1]))
+        if any(_differ([one], other) for (_, one), (_, other) in zip(first, again, strict=True)):
+            return None
+        together = self.call(caller, self.joined(calls))
+        apart = zip(first, second, strict=True)
+        for (name, content), ((_, one), (_, other)) in zip(together, apart, strict=True):
+            if _differ([one, other], content):
+                return name
+        return None
 
     def rows(self, flat: Flat) -> int:
         """Return the number of rows of a call that may be batched."""
@@ -345,12 +375,34 @@ def _value(leaf: Leaf, tensors: Mapping[str, TensorBytes]) -> Any:
     return int(as_array(content).reshape(-1)[0])
 
 
-def _sample(leaf: Leaf, sizes: Mapping[str, int]) -> Any:
+def _sample(leaf: Leaf, sizes: Mapping[str, int], draw: _Draw) -> Any:
     if isinstance(leaf, Literal):
         return leaf.content
     if isinstance(leaf, Integer):
         return size_at(leaf.value, sizes)
-    return _zeros(leaf, sizes)
+    return array_content(draw(_shape(leaf, sizes), numpy_dtype(leaf.dtype)))
+
+
+def _drawing(ids: int) -> _Draw:
+    """Return what draws random values, always the same: integers below `ids`, numbers around 0, and truths."""
+    random = np.random.default_rng(0)
+
+    def draw(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        is_number = dtype.kind not in "iub"
+        values = (
+            random.standard_normal(shape) if is_number else random.integers(0, ids if dtype.kind != "b" else 2, shape)
+        )
+        return values.astype(dtype)
+
+    return draw
+
+
+def _differ(parts: Sequence[TensorBytes], whole: TensorBytes) -> bool:
+    """Return whether parts, end to end, differ from a tensor by more than the size of a batch explains."""
+    one, other = np.concatenate(list(map(as_float64, parts))), as_float64(whole)
+    magnitudes = np.abs(np.concatenate([one, other]))
+    largest = np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0)
+    return not np.allclose(one, other, rtol=0.0, atol=_NOISE * largest, equal_nan=True)
 
 
 def _zeros(leaf: Tensor, sizes: Mapping[str, int], filled: Mapping[int | slice, int] | None = None) -> TensorBytes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import current_thread
@@ -134,9 +135,9 @@ def test_a_batch_never_spans_two_generations(
 class Lookup(nn.Module):
     """A model that fails for tokens that are not in its table."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 4) -> None:
         super().__init__()
-        self.table = nn.Embedding(4, 2)
+        self.table = nn.Embedding(rows, 2)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.table(tokens)
@@ -184,6 +185,60 @@ def test_what_cannot_be_put_together_is_served_alone(model: Model, caplog: pytes
         assert ask(server, "/v2/models/tiny/infer", as_json(x=rows(2))).status == 200
         with pytest.raises(Unsupported):
             ServedMethod(model, "forward").batch_limit("rows")
+
+
+class Dependent(nn.Module):
+    """A layer, and what a way adds to its rows."""
+
+    def __init__(self, way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.way = nn.Linear(3, 2), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.way(self.layer(x))
+
+
+WAYS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "mean": (lambda y: y - y.mean(0), False),
+    "place": (lambda y: y + torch.arange(y.shape[0])[:, None], False),
+    "size": (lambda y: y / y.shape[0], False),
+    "order": (lambda y: y.sort(0)[0], False),
+    "each": (lambda y: y.softmax(1), True),
+    "half": (lambda y: y.bfloat16().cumsum(1).float(), True),
+    "truths": (lambda y: y > 0, True),
+    "not finite": (lambda y: torch.where(y > 0, y, math.nan), True),
+    "random": (lambda y: y + torch.rand_like(y), True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_depend_on_those_of_others_are_not_put_together(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, is_batched = WAYS[way]
+    torch.manual_seed(0)
+    eager = Dependent(function).eval()
+    model = exported(eager, (torch.randn(4, 3),), tmp_path, dynamic_shapes={"x": {0: Dim("batch", max=64)}})
+    with serving({"tiny": model}, max_batch=8) as server:
+        assert ("rows of the output output depend on the other rows" in caplog.text) != is_batched
+        seen, values = sizes_of_calls(monkeypatch), [rows(2), rows(3)]
+        answers = [output(answer) for answer in submit(server, values)]
+        assert seen == ([5] if is_batched else [2, 3])
+        for value, found in zip(values, answers, strict=True):
+            if way != "random":
+                wanted = eager(torch.from_numpy(value)).detach().numpy()
+                np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_ids_of_a_table_with_one_row_are_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    eager = Lookup(1).eval()
+    args, shapes = (torch.zeros(2, dtype=torch.int64),), {"tokens": {0: Dim("batch", max=64)}}
+    with (
+        caplog.at_level("INFO"),
+        serving({"tiny": exported(eager, args, tmp_path, dynamic_shapes=shapes)}, max_batch=8),
+    ):
+        assert "independent" not in caplog.text
+        assert "not batched" not in caplog.text
 
 
 def test_the_graphs_own_limit_holds(model: Model) -> None:

@@ -386,6 +386,19 @@ class Served:
             self.thread.try_out(method, sample)
         if limit := self.thread.limits.get(method):
             self.thread.try_out(method, method.joined([sample] * (limit // method.rows(sample))))
+            self._check_rows(method, limit)
+
+    def _check_rows(self, method: ServedMethod, limit: int) -> None:
+        """Do not batch a method whose answers depend on the other rows of a batch, which are others' requests."""
+        try:
+            with self.model.pin() as pinned:
+                mixed = method.mixed_output(pinned, limit)
+        except Exception as error:
+            log.info("%s: whether the rows of a batch are independent was not found out: %s", self.name, error)
+        else:
+            if mixed is not None:
+                del self.thread.limits[method]
+                log.warning("%s: not batched: rows of the output %s depend on the other rows", self.name, mixed)
 
 
 def _methods(name: str, model: ServedModel) -> dict[str, ServedMethod]:
