@@ -34,7 +34,7 @@ from weightswap_exporter.engines.compiling import (
 from weightswap_exporter.engines.rank_check import try_ranks
 from weightswap_exporter.modules.libraries import Declared, Groups, base_alone, find_groups, peft_base, without_cache
 from weightswap_exporter.modules.parallel import Parallel, as_rank, check_plan
-from weightswap_exporter.modules.tensors import ModelView, plain_buffers, unwrapped
+from weightswap_exporter.modules.tensors import ModelView, computed_anew, plain_buffers, unwrapped
 from weightswap_runtime import Artifact, __version__
 from weightswap_runtime.engines.choosing import ENGINES
 from weightswap_runtime.engines.operators import RANKS
@@ -206,7 +206,7 @@ def _export(
     view.check_separable()
     example = None if checkpoint is None else example_checkpoint(checkpoint)
     groups = find_groups(view, variants)
-    with without_garbage_collection(), plain_buffers(model), base_alone(view, groups):
+    with without_garbage_collection(), computed_anew(), plain_buffers(model), base_alone(view, groups):
         on_step(f"capturing {', '.join(specs)}")
         manifest, files, texts = _artifact(view, specs, load, example, groups)
         whole = manifest, files

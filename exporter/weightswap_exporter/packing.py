@@ -313,7 +313,8 @@ class MatchedWeights(NamedTuple):
         check_kinds(level, match, artifact, checkpoint.where)
         unread = (*match.ignored, *(level.extra if checkpoint.names else ()))
         left_out = (*(f"{level.prefix}{name}" for name in unread), *level.left_out)
-        refuse(_unscaled(match, level, left_out))
+        state = {f"{level.prefix}{tensor.name}" for tensor in manifest.state}  # whose values are the export's
+        refuse(_unscaled(match, level, [name for name in left_out if name not in state]))
         return cls(artifact, checkpoint, level, match, casts(match, manifest, level.tensors), left_out)
 
     def check(self) -> None:

@@ -7,16 +7,18 @@ import io
 import sys
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from itertools import islice
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -117,6 +119,12 @@ def plain_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         for buffers, name, buffer in packed:
             buffers[name] = buffer
+
+
+def computed_anew() -> AbstractContextManager[Any]:
+    """Have weights of torch's parametrizations computed in the block, even where their values are kept for a while
+    (`parametrize.cached()`): what was kept before would be a constant of the graph."""
+    return mock.patch.multiple(parametrize, _cache_enabled=0, _cache={})
 
 
 def _in_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -106,13 +106,14 @@ def match_peft(
     others = {found["module"] for name in base if (found := _BASE_WEIGHT.fullmatch(name))} - linear.keys()
     config.check_work([*linear, *others], where)
     ranks = {module: config.rank(module) for module in linear}
+    groups = _groups((part, row) for row, part in parsed.items() if part)
     keys = {key.removeprefix(_PREFIX): key for key in tensors}
     sources: list[RowSource] = []
     problems = [f"{key}: present both with and without {_PREFIX}" for key in sorted(tensors.keys() - keys.values())]
     for row, part in parsed.items():
         key = keys.pop(part.stem, None) if part else None
         if key is not None and part:
-            problems += _rank_problems(row, tensors[key], ranks[part.module], rank_axis=int(part.is_b))
+            problems += _rank_problems(row, tensors[key], ranks[part.module], part, groups.get(part.module, 1))
         sources.append(
             RowSource(row, key, config.factor(part.module, ranks[part.module]) if part and part.is_b else 1.0)
         )
@@ -178,8 +179,16 @@ def _missing_halves(sources: Iterable[RowSource]) -> Iterator[str]:
             yield f"{missing[0]}: missing, but its other half is present"
 
 
-def _rank_problems(row: NamedTensor, stored: StoredTensor, rank: int, rank_axis: int) -> Iterator[str]:
-    expected, actual = describe(row), describe(stored)
+def _groups(rows: Iterable[tuple[_LoraName, NamedTensor]]) -> dict[str, int]:
+    """Return the number of groups of each module: B of a grouped convolution has a part of A's rank for each."""
+    rooms: dict[str, dict[bool, int]] = {}
+    for part, row in rows:
+        rooms.setdefault(part.module, {})[part.is_b] = row.shape[int(part.is_b)]
+    return {module: room[False] // room[True] for module, room in rooms.items() if len(room) == 2 and room[True]}
+
+
+def _rank_problems(row: NamedTensor, stored: StoredTensor, rank: int, part: _LoraName, groups: int) -> Iterator[str]:
+    expected, actual, rank_axis = describe(row), describe(stored), int(part.is_b)
     rest = [size for axis, size in enumerate(row.shape) if axis != rank_axis]
     if len(stored.shape) != len(row.shape) or [s for a, s in enumerate(stored.shape) if a != rank_axis] != rest:
         yield f"{row.name}: the graph expects {expected}, the file has {actual}"
@@ -188,7 +197,12 @@ def _rank_problems(row: NamedTensor, stored: StoredTensor, rank: int, rank_axis:
             f"{row.name}: the graph has room for rank {row.shape[rank_axis]} ({expected}), the file has rank "
             f"{stored.shape[rank_axis]} ({actual})"
         )
-    elif stored.shape[rank_axis] != rank:
+    elif groups > 1 and stored.shape[rank_axis] != row.shape[rank_axis]:  # zeros at its end would move its groups
+        yield (
+            f"{row.name}: the graph expects {expected}, the file has {actual}; an adapter of a grouped convolution has "
+            "the rank of the export"
+        )
+    elif stored.shape[rank_axis] != (rank // groups if part.is_b else rank):
         yield f"{row.name}: the configuration says rank {rank}, the file has {actual}"
 
 

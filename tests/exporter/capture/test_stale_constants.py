@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrize
 
 from tests.support.models import Does
 from tests.support.setups import equal, loaded, served
@@ -463,3 +464,16 @@ def test_a_cache_of_a_skeleton_s_persistent_buffer_is_refused(tmp_path: Path) ->
     model.cache = None
     with pytest.warns(UserWarning, match="a call leaves tensors in self.cache"):
         export(model, (X,), out=tmp_path / "a")
+
+
+def test_a_parametrisation_that_torch_has_computed_before_is_none(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.utils.parametrizations.weight_norm(nn.Linear(16, 4)).eval()
+
+    first, second = build(), build()
+    with parametrize.cached():
+        first(X)
+        kept = first.weight
+        artifact = export(first, (X,), out=tmp_path / "a")
+        assert first.weight is kept
+    assert equal(loaded(artifact, tmp_path, second)(X), second(X))

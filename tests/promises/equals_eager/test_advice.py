@@ -282,6 +282,23 @@ def test_floats_of_8_bits_are_not_cast_without_their_scale(tmp_path: Path) -> No
     assert torch.equal(load(artifact, packed.path)(X), apply(X, weight.float()))
 
 
+def test_state_beside_floats_of_8_bits_is_no_scale(tmp_path: Path) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4).to(torch.float8_e4m3fn), requires_grad=False)
+            self.register_buffer("total", torch.zeros(3, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total += x
+            return self.weight.float() * self.total
+
+    artifact, other = exported(Counting(), tmp_path), Counting()
+    for given in (other, other.state_dict()):
+        packed = pack(given, artifact, out=tmp_path / "v.safetensors")
+        assert torch.equal(load(artifact, packed.path)(X), other.weight.float() * X)
+
+
 def test_transformers_skips_no_scale_of_8_bits(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

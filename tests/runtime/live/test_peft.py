@@ -11,9 +11,10 @@ import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
+from torch import nn
 from typer.testing import CliRunner, Result
 
-from weightswap_exporter import export, export_decoder
+from weightswap_exporter import export, export_decoder, pack
 from weightswap_runtime import Model, Unsupported, WeightFileError, WeightsMismatch, load
 from weightswap_runtime.format.peft import read_config
 from weightswap_runtime.live import variants as staging
@@ -250,6 +251,34 @@ def _turning(config: Any, link: Path) -> Any:
     link.unlink()
     link.symlink_to(doubled)
     return config
+
+
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups:UserWarning")
+@torch.no_grad()
+def test_adapters_of_grouped_convolutions_have_the_rank_of_the_export(tmp_path: Path) -> None:
+    """B has a part of the rank for each group, so that zeros behind a lower one would move the groups."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(rank: int, seed: int) -> Any:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Conv2d(4, 8, 3, groups=2)).eval()
+        model = peft.get_peft_model(plain, peft.LoraConfig(r=rank, lora_alpha=6, target_modules=["0"])).eval()
+        torch.manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_()
+        return model
+
+    x = torch.randn(2, 4, 5, 5)
+    artifact = export(adapted(8, 0), (x,), out=tmp_path / "a", variants={"lora": "*lora_*"})
+    served = load(artifact, pack(adapted(8, 0), artifact, out=tmp_path / "w.safetensors").path)
+    same, lower = adapted(8, 1), adapted(4, 2)
+    same.save_pretrained(tmp_path / "same")
+    served.add_variant("lora", "same", tmp_path / "same")
+    torch.testing.assert_close(served(x, variants={"lora": "same"}), same(x), rtol=1e-4, atol=1e-5)
+    lower.save_pretrained(tmp_path / "lower")
+    with pytest.raises(WeightsMismatch, match="an adapter of a grouped convolution has the rank of the export"):
+        served.add_variant("lora", "lower", tmp_path / "lower")
 
 
 def test_targets_and_ranks_that_the_graph_has_no_place_for(model: Model, tmp_path: Path) -> None:
