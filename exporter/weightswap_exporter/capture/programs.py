@@ -419,7 +419,8 @@ def _default_taken(node: Node) -> torch.dtype | None:
     results = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
     computed = values if _opname(node) in _COMPARISONS else results
     kind = _FLOAT if _opname(node) in _SECRETLY else max(map(_kind, computed), default=_INTEGER)
-    if kind == _INTEGER or kind <= max(map(_kind, tensors), default=_INTEGER):
+    # complex numbers that are computed from floats have these as their parts
+    if kind == _INTEGER or min(kind, _FLOAT) <= max(map(_kind, tensors), default=_INTEGER):
         return None
     default = torch.get_default_dtype() if kind == _FLOAT else torch.get_default_dtype().to_complex()
     return next((result.dtype for result in results if _kind(result) == kind), default)

@@ -345,7 +345,7 @@ def _outside(model: str, constants: _Constants, held: Collection[int]) -> Iterat
     """Yield texts about constants that are held by nothing that the model has. model: the name of its class."""
     for name, (node, value) in constants.items():
         free = value.numel() and memory(value).isdisjoint(held)
-        if name.startswith("lifted_tensor") and free and not _is_table(value):
+        if name.rpartition(".")[2].startswith("lifted_tensor") and free and not _is_table(value):
             stack = next(iter(node.users)).meta.get("nn_module_stack") or {"": ("", "")}
             module = next(reversed(stack.values()))[0] or model
             yield (

@@ -310,15 +310,19 @@ class Closure(Scaled):
         self.get = doubled  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("build", [Global, Memoised, Closure])
-def test_what_no_attribute_holds_is_named_in_a_warning(build: Callable[[], nn.Module], tmp_path: Path) -> None:
-    model = build().eval()
+def test_what_no_attribute_holds_is_named_in_a_warning(
+    build: Callable[[], nn.Module], inside: bool, tmp_path: Path
+) -> None:
+    model = nn.Sequential(build()).eval() if inside else build().eval()
     model(X)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         export(model, (X,), out=tmp_path / "a")
     said = [str(item.message) for item in caught]
-    assert any(text.startswith(f"{build.__name__} reads a tensor of the shape [16]") for text in said)
+    reader = "0" if inside else build.__name__
+    assert any(text.startswith(f"{reader} reads a tensor of the shape [16]") for text in said)
 
 
 class Computed(Scaled):

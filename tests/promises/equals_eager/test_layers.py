@@ -194,3 +194,27 @@ def test_sparse_tensors_within_a_graph(name: str, tmp_path: Path) -> None:
         model.swap(file)
         x = torch.rand(3, 4)
         assert equal(model(x, dense), eager(x, dense))
+
+
+class Spectra(nn.Module):
+    """Magnitudes of a signal's spectrum, and the signal that comes back from it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.window, self.options = nn.Parameter(torch.rand(8) + 0.5), options
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        spectrum = torch.stft(x, 8, 2, window=self.window, return_complex=True, **self.options)
+        return spectrum.abs(), torch.istft(spectrum, 8, 2, window=self.window, **self.options)
+
+
+@pytest.mark.parametrize("options", [{}, {"normalized": True}, {"onesided": False}], ids=str)
+def test_spectra_of_any_number_and_length(options: dict[str, Any], tmp_path: Path) -> None:
+    shapes = {"x": {0: Dim("rows"), 1: Dim("length", min=16)}}
+    spec = MethodSpec("forward", (torch.randn(3, 32),), {}, shapes)
+    setup = Setup(tmp_path, lambda: Spectra(**options), {"forward": spec}, 1)
+    model = load(setup.artifact, setup.files[0])
+    for rows, length in ((1, 40), (9, 32), (3, 100)):
+        x = torch.randn(rows, length)
+        with torch.no_grad():
+            assert equal(model(x), setup.models[0](x))
