@@ -123,7 +123,10 @@ class ServedMethod:
                 self.name, [f"{self._suspects}: the model cannot compute with these values: {reason}"]
             ) from error
         return [
-            (leaf.name, _integer_content(value) if isinstance(leaf, Integer) else self._engine.content(value))
+            (
+                leaf.name,
+                _integer_content(leaf.name, value) if isinstance(leaf, Integer) else self._engine.content(value),
+            )
             for leaf, value in zip(self._outputs, values, strict=True)
             if not isinstance(leaf, Literal)
         ]
@@ -417,5 +420,7 @@ def _shape(leaf: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(size_at(size, sizes) for size in leaf.shape)
 
 
-def _integer_content(value: int) -> TensorBytes:
+def _integer_content(name: str, value: int) -> TensorBytes:
+    if not -(1 << 63) <= value < 1 << 63:
+        raise BadRequest(f"{name}: would be {value}, which INT64 cannot hold")
     return TensorBytes("I64", (1,), memoryview(value.to_bytes(8, "little", signed=True)))

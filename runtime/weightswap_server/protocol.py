@@ -402,6 +402,8 @@ def from_values(
     for values in pieces:
         array[place : place + len(values)] = _converted(name, dtype, values)
         place += len(values)
+    if place != count:  # a list without numbers looks like one with one
+        raise BadRequest(f"{name}: shape {brief(str(list(shape)))} has {count} elements, but the data {place}")
     try:
         return array_content(array.reshape(shape))
     except ValueError as error:  # such as a huge size beside a size of 0

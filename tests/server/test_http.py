@@ -152,6 +152,8 @@ BROKEN: list[tuple[Any, str]] = [
     (tensor(datatype="BYTES"), "no model here accepts strings"),
     (tensor(datatype="FP8"), "unknown"),
     (tensor(shape=[3, 3]), "shape [3, 3] has 9 elements, but the data 6"),
+    (tensor(shape=[1], data=[]), "shape [1] has 1 elements, but the data 0"),
+    (tensor(shape=[1, 1], data=[[]]), "shape [1, 1] has 1 elements, but the data 0"),
     (tensor(shape=[3, 2]), "dimension 1 expected 3, got 2"),
     (tensor(shape=[6]), "expected 2 dimensions"),
     (tensor(shape=[-1, 3]), "Expected `int` >= 0"),

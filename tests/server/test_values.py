@@ -283,3 +283,19 @@ def test_jagged_requests_are_joined_key_by_key(tmp_path: Path, monkeypatch: pyte
             }
     assert seen[0] == 6  # 2 + 2 + 2; the last two have more ids together than the graph takes, and go one by one
     assert seen[1:] == [4, 4]
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, int]:
+        return x * k, k * 2
+
+
+def test_an_integer_that_the_protocol_cannot_hold_is_the_requests_fault(tmp_path: Path) -> None:
+    model = exported(Doubled(), (torch.ones(2), 3), tmp_path, dynamic_shapes=({}, Dim.AUTO))
+    with serving({"tiny": model}) as server:
+        for k, status in ((5, 200), (1 << 62, 400)):
+            x = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 1]}
+            number = {"name": "k", "datatype": "INT64", "shape": [1], "data": [k]}
+            answer = ask(server, "/v2/models/tiny/infer", {"inputs": [x, number]})
+            assert answer.status == status
+        assert "1: would be 9223372036854775808, which INT64 cannot hold" in answer.error
