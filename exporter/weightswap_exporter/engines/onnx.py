@@ -32,7 +32,7 @@ from torch.export.graph_signature import ConstantArgument, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from weightswap_exporter.capture.archive import method_program
-from weightswap_exporter.capture.programs import mutated_buffers
+from weightswap_exporter.capture.programs import arguments, mutated_buffers
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.onnx_names import Names, element_of, onnx_names, output_dtypes
 from weightswap_runtime.errors import CaptureError
@@ -43,6 +43,9 @@ from weightswap_runtime.format.signature import Tensor, input_leaves, leaves
 _MASK = 3
 _RUNNING, _TRAINING = 3, 5
 _ROUNDED = {"aten::div", "aten::div_", "aten::fmod", "aten::fmod_"}
+# operators that order int64, for which ONNX Runtime takes half of the bits of a difference
+_BOUNDS = {"minimum", "maximum", "min.other", "max.other", "clamp", "clamp_min", "clamp_max", "clip"}
+_EXTREMES = {"amin", "amax", "min.default", "max.default", "min.dim", "max.dim"}
 _KIND = "pkg.torch.export.graph_signature.OutputSpec.kind"  # metadata key for the role of a value in the method
 _RECURRENT = {"aten::lstm", "aten::gru"}
 _PRODUCTS = {"aten::bmm", "aten::baddbmm", "aten::matmul", "aten::einsum", "aten::scaled_dot_product_attention"}
@@ -310,10 +313,16 @@ def _adapt_node(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         _decompose_norm(graph, node)
     elif node.target is operator.floordiv:
         _exact_division(graph, node)
-    elif _rounds_integers(node):
-        _exact_integers(graph, node)
-    elif _is_remainder_of_fractions(node):
-        _exact_remainder(graph, node)
+    else:
+        for applies, rewrite in (
+            (_rounds_integers, _exact_integers),
+            (_is_remainder_of_fractions, _exact_remainder),
+            (_is_floor_of_fractions, _exact_floor),
+            (_orders_integers, _exact_order),
+        ):
+            if applies(node):
+                rewrite(graph, node)
+                break
 
 
 def _plain_attention(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
@@ -459,8 +468,48 @@ def _is_remainder_of_fractions(node: torch.fx.Node) -> bool:
 def _exact_remainder(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Rewrite the node with `fmod`, whose sign is the dividend's, as eager computes it."""
     aten = torch.ops.aten
+    with graph.inserting_before(node):
+        _, divisor, fmod, away = _divided(graph, node)
+        result = graph.call_function(
+            aten.where.self, (away, graph.call_function(aten.add.Tensor, (fmod, divisor)), fmod)
+        )
+        result = graph.call_function(aten.to.dtype, (result, node.meta["val"].dtype))
+    _replace(graph, node, result)
+
+
+def _is_floor_of_fractions(node: torch.fx.Node) -> bool:
+    """Return whether the node is `a // b` of floats, which torch translates by rounding a quotient that is rounded."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = node.target._schema.name.removesuffix("_")
+    floors = name == "aten::floor_divide" or (name == "aten::div" and node.kwargs.get("rounding_mode") == "floor")
+    return bool(floors and node.meta["val"].dtype.is_floating_point)
+
+
+def _exact_floor(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Rewrite the node as eager computes it: ATen's `div_floor_floating`, which rounds what the remainder leaves."""
+    aten, call, dtype = torch.ops.aten, graph.call_function, node.meta["val"].dtype
+    with graph.inserting_before(node):
+        dividend, divisor, fmod, away = _divided(graph, node)
+        quotient = call(aten.div.Tensor, (call(aten.sub.Tensor, (dividend, fmod)), divisor))
+        lower = call(aten.where.self, (away, call(aten.sub.Scalar, (quotient, 1.0)), quotient))
+        floor = call(aten.floor.default, (lower,))
+        above = call(aten.gt.Scalar, (call(aten.sub.Tensor, (lower, floor)), 0.5))
+        nearest = call(aten.where.self, (above, call(aten.add.Scalar, (floor, 1.0)), floor))
+        by_zero = call(aten.eq.Scalar, (divisor, 0))
+        result = call(aten.where.self, (by_zero, call(aten.div.Tensor, (dividend, divisor)), nearest))
+        result = call(aten.to.dtype, (result, dtype))
+    _replace(graph, node, result)
+
+
+def _divided(
+    graph: torch.fx.Graph, node: torch.fx.Node
+) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node, torch.fx.Node]:
+    """Return dividend, divisor, their `fmod`, and whether the quotient, rounded to zero, is above the one rounded down,
+    all in the precision in which eager divides."""
+    aten = torch.ops.aten
     dtype = node.meta["val"].dtype
-    wide = torch.promote_types(dtype, torch.float32)  # in which eager computes
+    wide = torch.promote_types(dtype, torch.float32)
     (shaped, *_) = (value for value in node.args[:2] if isinstance(value, torch.fx.Node))
 
     def operand(value: Any) -> torch.fx.Node:
@@ -470,18 +519,71 @@ def _exact_remainder(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             rounded = graph.call_function(aten.full_like.default, (shaped, value), {"dtype": dtype})
         return graph.call_function(aten.to.dtype, (rounded, wide))
 
+    dividend, divisor = map(operand, node.args[:2])
+    fmod = graph.call_function(aten.fmod.Tensor, (dividend, divisor))
+    negative = tuple(graph.call_function(aten.lt.Scalar, (value, 0)) for value in (fmod, divisor))
+    signs_differ = graph.call_function(aten.logical_xor.default, negative)
+    inexact = graph.call_function(aten.ne.Scalar, (fmod, 0))
+    return dividend, divisor, fmod, graph.call_function(aten.logical_and.default, (signs_differ, inexact))
+
+
+def _orders_integers(node: torch.fx.Node) -> bool:
+    """Return whether the node orders int64 by an operator that ONNX Runtime gets wrong if they are far apart."""
+    if not isinstance(node.target, torch._ops.OpOverload) or _order(node) not in {"sign", *_BOUNDS, *_EXTREMES}:
+        return False
+    (ordered, *_) = node.args
+    values = [value.meta.get("val") for value in node.all_input_nodes]
+    is_wide = any(isinstance(value, torch.Tensor) and value.dtype is torch.int64 for value in values)
+    is_whole = not any(isinstance(value, torch.Tensor) and value.dtype.is_floating_point for value in values)
+    has_places = isinstance(ordered, torch.fx.Node) and (ordered.meta["val"].ndim > 0 or _order(node) not in _EXTREMES)
+    result = node.meta["val"]
+    return is_wide and is_whole and has_places and (isinstance(result, tuple) or result.dtype is torch.int64)
+
+
+def _order(node: torch.fx.Node) -> str:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    name = node.target._schema.name.removeprefix("aten::").removesuffix("_")
+    return f"{name}.{node.target._overloadname}" if name in ("min", "max") else name
+
+
+def _exact_order(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Rewrite the node with comparisons and with places of the least and the greatest, which are right."""
+    aten, call, name = torch.ops.aten, graph.call_function, _order(node)
+    given = {argument.name: value for argument, value in arguments(node)}
+    if name in ("min.dim", "max.dim"):
+        for user in [user for user in node.users if user.args[1] == 0]:  # the other one has the places
+            with graph.inserting_before(user):
+                result = _extreme(graph, given["self"], given["dim"], name, keep=bool(given["keepdim"]))
+            user.replace_all_uses_with(result)
+            graph.erase_node(user)
+        return
     with graph.inserting_before(node):
-        dividend, divisor = map(operand, node.args[:2])
-        fmod = graph.call_function(aten.fmod.Tensor, (dividend, divisor))
-        negative = tuple(graph.call_function(aten.lt.Scalar, (value, 0)) for value in (fmod, divisor))
-        signs_differ = graph.call_function(aten.logical_xor.default, negative)
-        inexact = graph.call_function(aten.ne.Scalar, (fmod, 0))
-        away = graph.call_function(aten.logical_and.default, (signs_differ, inexact))
-        result = graph.call_function(
-            aten.where.self, (away, graph.call_function(aten.add.Tensor, (fmod, divisor)), fmod)
-        )
-        result = graph.call_function(aten.to.dtype, (result, dtype))
+        result = given["self"]
+        if name in _EXTREMES:
+            dims = range(result.meta["val"].ndim)
+            for dim in sorted({dim % len(dims) for dim in given.get("dim") or dims}, reverse=True):
+                result = _extreme(graph, result, dim, name, keep=bool(given.get("keepdim")))
+        elif name == "sign":
+            above, below = (call(compare, (result, 0)) for compare in (aten.gt.Scalar, aten.lt.Scalar))
+            result = call(aten.sub.Tensor, (_int64(graph, above), _int64(graph, below)))
+        else:
+            is_least = name in ("maximum", "max.other")  # that the result may be
+            least = given.get("min") if "other" not in given else given["other"] if is_least else None
+            most = given.get("max") if "other" not in given else None if is_least else given["other"]
+            result = _int64(graph, result)
+            for bound, compare in ((least, aten.lt.Tensor), (most, aten.gt.Tensor)):
+                if bound is not None:
+                    limit = _int64(graph, bound)
+                    result = call(aten.where.self, (call(compare, (result, limit)), limit, result))
     _replace(graph, node, result)
+
+
+def _extreme(graph: torch.fx.Graph, values: torch.fx.Node, dim: int, name: str, *, keep: bool) -> torch.fx.Node:
+    """Return the least or the greatest values along a dimension."""
+    aten = torch.ops.aten
+    place = aten.argmin.default if "min" in name else aten.argmax.default
+    found = graph.call_function(aten.gather.default, (values, dim, graph.call_function(place, (values, dim, True))))
+    return found if keep else graph.call_function(aten.squeeze.dim, (found, dim))
 
 
 def _int64(graph: torch.fx.Graph, value: Any) -> torch.fx.Node:

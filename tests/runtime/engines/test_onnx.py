@@ -184,17 +184,48 @@ def test_integers_are_divided_exactly(dtype: torch.dtype, below: int, tmp_path: 
         assert np.array_equal(found, wanted.numpy())
 
 
+class Orders(nn.Module):
+    """Int64 that are far apart, beside others of their own."""
+
+    def forward(self, n: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+        table = n.reshape(2, -1)
+        bounds = [n.clamp(0, 10**12), n.clamp(max=7), n.clamp_min(7), n.clamp(k, k + 9), n.clone().clamp_(-(2**35), 9)]
+        pairs = [torch.minimum(n, k), torch.maximum(n, k.int()), torch.min(n, k[:1]), n.sign()]
+        along = [table.amin(1), table.amax((0, 1), keepdim=True), n.min(), n.max(), *table.min(-1), *table.max(1, True)]
+        return [*bounds, *pairs, *along, n[0].clamp(max=5)]
+
+
+def test_integers_that_are_far_apart_are_ordered(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    n = random.integers(-(2**33), 2**33, 40)
+    near = np.where(random.random(40) < 0.5, n + random.integers(-(2**32), 2**32, 40), n[::-1])
+    model = served(Orders(), (torch.from_numpy(n), torch.from_numpy(near)), tmp_path)
+    wanted = Orders()(torch.from_numpy(n), torch.from_numpy(near))
+    for index, (found, each) in enumerate(zip(model(n, near), wanted, strict=True)):
+        np.testing.assert_array_equal(found, each.numpy(), err_msg=str(index))
+
+
 class Remainders(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         return [x % y, x % (2 * torch.pi), torch.remainder(x, -0.1), torch.remainder(7.5, y), x.clone().remainder_(y)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_remainders_of_large_quotients_keep_their_digits(dtype: torch.dtype, tmp_path: Path) -> None:
-    x = torch.tensor([1e4, -3e4, 1000.25, -0.5, 6e4, 0.0, -7.0]).to(dtype)
-    y = torch.tensor([6.25, 0.1, -0.1, 3.0, -7.0, 2.0, 7.0]).to(dtype)
-    model = served(Remainders(), (x, y), tmp_path)
-    for found, wanted in zip(model(x.numpy(), y.numpy()), Remainders()(x, y), strict=True):
+class Quotients(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        down = torch.div(x, y, rounding_mode="floor")
+        return [x // y, x // 0.1, x // -0.1, down, 3.0 // y, x.clone().floor_divide_(y), x // 0.0]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [(Remainders, torch.float32), (Remainders, torch.float16), (Quotients, torch.float32)], ids=str
+)
+def test_fractions_are_divided_with_all_their_digits(
+    model: Callable[[], nn.Module], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    x = torch.tensor([1e4, -3e4, 1000.25, -0.5, 6e4, 0.0, -7.0, 1.0, 0.7, 12.0]).to(dtype)
+    y = torch.tensor([6.25, 0.1, -0.1, 3.0, -7.0, 2.0, 7.0, 0.1, 0.1, -0.1]).to(dtype)
+    answers = served(model(), (x, y), tmp_path)(x.numpy(), y.numpy())
+    for found, wanted in zip(answers, model()(x, y), strict=True):
         np.testing.assert_array_equal(found, wanted.numpy())
 
 
