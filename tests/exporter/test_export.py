@@ -296,6 +296,11 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         view_of_a_weight(),
         "turned: is a view of the weight weight, and would keep its current val",
     ),
+    "the data of a weight": (
+        Does(lambda m, x: x * m.weight.data, weight=nn.Parameter(torch.ones(3))),
+        r"cannot capture it: .*It may read a weight's `.data`, which no graph can: use `.detach\(\)`",
+    ),
+    "an error without words": (Does(lambda m, x: next(iter(()))), "torch.export cannot capture it: StopIteration"),
     "overlapping elements": (weighing(torch.ones(1).expand(3)), "weight: its elements overlap"),
     "a dtype without a name": (
         weighing(torch.ones(3).cdouble()),
@@ -306,7 +311,13 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "a name with an apostrophe": (named("a'b"), NO_NAME),
     "a name with quotes": (named('w"x'), NO_NAME),
 }
-TORCHS = ("data-dependent control flow", "a graph that torch cannot write", "a changed attribute")
+TORCHS = (
+    "data-dependent control flow",
+    "a graph that torch cannot write",
+    "a changed attribute",
+    "the data of a weight",
+    "an error without words",
+)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -98,7 +98,7 @@ def capture(view: ModelView, name: str, spec: MethodSpec) -> Captured:
         except CaptureError as error:
             raise CaptureError(f"method {name!r}: {error}") from error
         except Exception as error:
-            reason = str(error).partition("\n\nThe error above occurred")[0]
+            reason = str(error).partition("\n\nThe error above occurred")[0] or type(error).__name__
             if unknown := _UNKNOWN_OUTPUT.search(reason):
                 raise CaptureError(f"method {name!r}: a call returns a {unknown[1]}{_INSTEAD_OF_OBJECTS}") from error
             text = f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}"
@@ -302,6 +302,8 @@ def _advice(reason: str) -> str:
         return ". A tensor subclass that is composed of other tensors must decompose this call in __torch_function__."
     if "inference tensor" in reason.lower():
         return " Make the model and its inputs outside of torch.inference_mode(); the export may be within it."
+    if "fake tensor in the exported program constant's list" in reason:
+        return " It may read a weight's `.data`, which no graph can: use `.detach()`."
     if "automatic differentiation" in reason or "is a view and is being modified inplace" in reason:
         return " Gradients are on while a graph is captured: decorate the method with torch.no_grad()."
     if "torch._C.Generator" in reason:  # torch 2.11; later ones capture it
