@@ -16,9 +16,8 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from queue import SimpleQueue
 from threading import Condition
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -57,16 +56,14 @@ class WorkerThreads:
         if self._process != os.getpid():  # a forked child has the pool but not its threads
             self._start()
         waits = self._yields and len(batch) > 1  # one is sooner done than handed over
+        helping: list[Future[None]] = []
         try:
-            try:
-                for _ in range(min(self.threads, len(batch)) - (not waits)):
-                    self._pool.submit(batch.help)
-            except RuntimeError:  # no thread can be started: the caller does all the work
-                waits = False
+            with suppress(RuntimeError):  # no thread can be started
+                helpers = min(self.threads, len(batch)) - (not waits)
+                helping.extend(self._pool.submit(batch.help) for _ in range(helpers))
             if waits:
-                batch.wait()
-            else:
-                batch.work()
+                wait(helping, return_when=FIRST_COMPLETED)
+            batch.work()  # what is left, and all if nobody helps
         except BaseException as interrupt:
             batch.fail(interrupt)
         finally:
@@ -99,7 +96,6 @@ class _Batch(Generic[T]):
         self._running = 0
         self._closed = False
         self._changed = Condition()
-        self._ended: SimpleQueue[None] = SimpleQueue()  # an entry for each thread that has found no more items
         self.error: BaseException | None = None
 
     def __len__(self) -> int:
@@ -112,7 +108,6 @@ class _Batch(Generic[T]):
                 return
             self._running += 1
         self.work()
-        self._ended.put(None)
         with self._changed:
             self._running -= 1
             self._changed.notify_all()
@@ -136,10 +131,6 @@ class _Batch(Generic[T]):
         """Let no more items be begun. The first error is kept."""
         self.error = self.error or error
         self._stop()
-
-    def wait(self) -> None:
-        """Wait until other threads have taken all items."""
-        self._ended.get()
 
     def close(self) -> None:
         """Let no more threads join, and wait for those at work. An interrupt does not end the wait."""
