@@ -391,11 +391,9 @@ def _drawing(ids: int) -> _Draw:
     random = np.random.default_rng(0)
 
     def draw(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        is_number = dtype.kind not in "iub"
-        values = (
-            random.standard_normal(shape) if is_number else random.integers(0, ids if dtype.kind != "b" else 2, shape)
-        )
-        return values.astype(dtype)
+        if dtype.kind in "iu":
+            return random.integers(0, ids, shape).astype(dtype)
+        return (random.random(shape) < 0.5 if dtype.kind == "b" else random.standard_normal(shape)).astype(dtype)
 
     return draw
 

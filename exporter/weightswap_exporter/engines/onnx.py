@@ -531,13 +531,9 @@ def _orders_integers(node: torch.fx.Node) -> bool:
     """Return whether the node orders int64 by an operator that ONNX Runtime gets wrong if they are far apart."""
     if not isinstance(node.target, torch._ops.OpOverload) or _order(node) not in {"sign", *_BOUNDS, *_EXTREMES}:
         return False
-    (ordered, *_) = node.args
-    values = [value.meta.get("val") for value in node.all_input_nodes]
-    is_wide = any(isinstance(value, torch.Tensor) and value.dtype is torch.int64 for value in values)
-    is_whole = not any(isinstance(value, torch.Tensor) and value.dtype.is_floating_point for value in values)
-    has_places = isinstance(ordered, torch.fx.Node) and (ordered.meta["val"].ndim > 0 or _order(node) not in _EXTREMES)
-    result = node.meta["val"]
-    return is_wide and is_whole and has_places and (isinstance(result, tuple) or result.dtype is torch.int64)
+    result = node.meta["val"][0] if isinstance(node.meta["val"], tuple) else node.meta["val"]
+    (first, *_) = node.all_input_nodes
+    return result.dtype is torch.int64 and bool(first.meta["val"].ndim or _order(node) not in _EXTREMES)
 
 
 def _order(node: torch.fx.Node) -> str:
