@@ -439,7 +439,7 @@ def _doubts(captured: Mapping[str, Captured]) -> Iterator[str]:
             f"a call changes {listed(list(numbers))}. The next call computes the same, and a server does not change "
             "them: make sure that no later call reads them"
         )
-    yield from dict.fromkeys(text for method in methods for text in method.stale)
+    yield from dict.fromkeys(text for method in methods for text in method.doubts)
 
 
 def _constants(tables: Tables) -> bytes:

@@ -40,6 +40,7 @@ from .side_effects import (
     replaced_tensors,
     side_effects_of_calls,
 )
+from .small_sizes import check_small_sizes, questions_about_sizes
 from .stale_constants import stale_constants
 
 # torch.ao.quantization's FusedMovingAvgObsFakeQuantize: it writes to the scale if a buffer says so
@@ -77,7 +78,7 @@ class Captured:
     shapes: list[Any]  # what `dynamic_shapes` has for each flat input
     mutated: frozenset[str]  # FQNs of buffers that a call changes
     side_effects: SideEffects  # attributes that a call changes and that no later call reads
-    stale: list[str]  # texts about constants that may follow from weights
+    doubts: list[str]  # texts about constants that may follow from weights, and sizes that may have another branch
 
 
 def capture(view: ModelView, name: str, spec: MethodSpec) -> Captured:
@@ -119,7 +120,7 @@ def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywor
         mock.patch.object(root, "_buffers", buffers),
         _no_new_tensors(view),
     ):
-        with no_seeding(), replaced_tensors(root) as replaced:
+        with no_seeding(), replaced_tensors(root) as replaced, questions_about_sizes() as questions:
             program = torch.export.export(root, args, kwargs, dynamic_shapes=shapes, strict=False)
         check_no_generator(program)
         _check_dense(program)
@@ -131,9 +132,10 @@ def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywor
         check_seen(replaced, mutated)
     if any(side_effects) and is_read_later(root, (args, kwargs), program, mutated, side_effects):
         raise CaptureError(_problem_of(*side_effects))
-    stale = stale_constants(view, (args, kwargs), program, mutated)
+    doubts = stale_constants(view, (args, kwargs), program, mutated)
+    doubts += check_small_sizes(view, (args, kwargs), program, mutated, questions)
     parameters = inspect.signature(root.forward)
-    return Captured(program, parameters, keywords, _shapes(root, args, kwargs, shapes), mutated, side_effects, stale)
+    return Captured(program, parameters, keywords, _shapes(root, args, kwargs, shapes), mutated, side_effects, doubts)
 
 
 def _shapes(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> list[Any]:

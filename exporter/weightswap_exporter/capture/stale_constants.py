@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -24,12 +23,12 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from weightswap_exporter.modules.libraries import INITIALIZED
-from weightswap_exporter.modules.stand_ins import attributes_of, install, replaced_by, restored, tied, within
+from weightswap_exporter.modules.stand_ins import attributes_of, replaced_by, tied, within
 from weightswap_exporter.modules.tensors import ModelView, is_fake
 from weightswap_runtime.errors import CaptureError, listed
-from weightswap_runtime.torch_tensors import tensor_bytes
 
 from .programs import graph_inputs, memory
+from .trials import SECOND, are_close, bits, filling, in_a_trial
 
 _ABSENT = object()
 _NO_PLACES = {*vars(nn.Module()), INITIALIZED}
@@ -38,8 +37,6 @@ _WRITTEN = 9  # characters of the longest number that people write down, such as
 _TELLING = 8  # different values from which the origin of a tensor can be told
 _SEARCHED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _INTEGERS = {torch.int64, torch.int32}
-_SEED = 7_062_013  # not one that the weights themselves are likely to come from
-_MOST_FILLED = 4 << 30  # bytes of a skeleton's parameters, which trials fill with numbers
 _AT_ONCE = 1 << 22  # values of a weight that are compared at a time, in double precision
 _Constants = dict[str, tuple[Node, torch.Tensor]]
 
@@ -52,7 +49,7 @@ def stale_constants(view: ModelView, inputs: Any, program: ExportedProgram, muta
     """
     weights = {name: tensor for name, tensor in view.tensors.items() if name in view.saved_names}
     real = {name: tensor for name, tensor in weights.items() if not is_fake(tensor)}
-    if not real or sum(tensor.nbytes for tensor in weights.values() if is_fake(tensor)) > _MOST_FILLED:
+    if not real:
         return []
     state = (tensor for name, tensor in view.tensors.items() if name in mutated)
     changing = {item for tensor in (*weights.values(), *state) for item in memory(tensor)}
@@ -158,36 +155,33 @@ class _Trials:
             refilled = self._run(places, self._other_weights(), empty, flag)
             if refilled is None:
                 continue
-            paths = [path for path, bits in filled.left.items() if refilled.left.get(path) != bits]
+            paths = [path for path, value in filled.left.items() if refilled.left.get(path) != value]
             if flag and not paths:  # another flag may be the one that says whether the place is filled
                 continue
             numbers = [path for path in paths if isinstance(filled.left[path], float)]
             changed = self._run(places, {}, self._moved) if numbers else None
             # a number may only be noted by calls, and read by none
-            is_noted = changed is not None and _are_close(changed.returned, filled.returned)
+            is_noted = changed is not None and are_close(changed.returned, filled.returned)
             return sorted({*paths} - {*numbers}) if is_noted else paths
         return []
 
     def _stands_in(self, places: list[_Place], without: _Trial, empty: Callable[[Any], Any] | None) -> bool:
         """Return whether places stand in for weights: the call computes the same without them, until weights change."""
         now = self._run(places, {}, _unchanged)
-        if now is None or not _are_close(now.returned, without.returned):
+        if now is None or not are_close(now.returned, without.returned):
             return False
         others = self._other_weights()
         later, later_without = self._run(places, others, _unchanged), self._run(places, others, empty)
-        return (
-            later is not None and later_without is not None and not _are_close(later.returned, later_without.returned)
-        )
+        return later is not None and later_without is not None and not are_close(later.returned, later_without.returned)
 
     @functools.cached_property
-    def _filling(self) -> dict[str, torch.Tensor]:
-        """Values for the parameters of a skeleton."""
-        hollow = {name: value for name, value in self._weights.items() if is_fake(value)}
-        return {name: _others(torch.ones(value.shape, dtype=value.dtype)) for name, value in hollow.items()}
+    def _filling(self) -> dict[str, torch.Tensor] | None:
+        """Values for the parameters of a skeleton; None if it is too large for a trial."""
+        return filling(self._view, self._weights)
 
     def _other_weights(self) -> Mapping[str, torch.Tensor]:
-        weights = {**self._weights, **self._filling}
-        return tied(self._view, {name: _others(value) for name, value in weights.items()})
+        real = {name: _others(value) for name, value in self._weights.items() if not is_fake(value)}
+        return tied(self._view, real) | (filling(self._view, self._weights, SECOND) or {})
 
     def _run(
         self,
@@ -205,10 +199,9 @@ class _Trials:
         buffers = {name: value.detach().clone() for name, value in own.items() if not self._is_suspect(value)}
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, self._inputs)
         paths = [(place, path) for place in places for path, value in place.values() if self._is_suspect(value)]
-        with restored(root), torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.manual_seed(0)
-            install(self._view, {**buffers, **tied(self._view, self._filling), **tensors})
+        if self._filling is None:
+            return None
+        with in_a_trial(self._view, {**buffers, **self._filling, **tensors}):
             copies: dict[int, Any] = {}
             for place in places:
                 value = _changed(place.owner[place.key], change, copies) if change else None
@@ -220,8 +213,8 @@ class _Trials:
                 returned = root(*args, **kwargs)
             except Exception:  # it was no cache
                 return None
-            left = {place.path + path: _bits(dict(place.values()).get(path)) for place, path in paths}
-        left = {path: bits for path, bits in left.items() if bits is not None}
+            left = {place.path + path: bits(dict(place.values()).get(path)) for place, path in paths}
+        left = {path: value for path, value in left.items() if value is not None}
         return _Trial(left, pytree.tree_leaves(pytree.tree_map_only(torch.Tensor, torch.clone, returned)))
 
     def _none(self, value: Any) -> Any:
@@ -301,35 +294,17 @@ def _others(value: torch.Tensor) -> torch.Tensor:
     if not value.is_floating_point() and not value.is_complex():
         return value.detach()
     wide = value.detach().to(torch.promote_types(value.dtype, torch.float32))
-    random = torch.rand(value.shape, generator=torch.Generator().manual_seed(_SEED))
+    random = torch.rand(value.shape, generator=torch.Generator().manual_seed(SECOND))
     return (wide * (1 + random) + random / 8).to(value.dtype)
-
-
-def _bits(value: Any) -> Any:
-    return (value.dtype, tuple(value.shape), bytes(tensor_bytes(value))) if isinstance(value, torch.Tensor) else value
 
 
 def _unchanged(value: Any) -> Any:
     return value
 
 
-def _are_close(one: list[Any], other: list[Any]) -> bool:
-    """Return whether what two calls have returned differs by no more than rounding."""
-    return len(one) == len(other) and all(map(_is_close, one, other))
-
-
-def _is_close(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return bool(one == other)
-    if (one.dtype, one.shape) != (other.dtype, other.shape) or not one.is_floating_point():
-        return bool(_bits(one) == _bits(other))
-    # what was prepared in advance, such as a product of two weights, rounds otherwise than the call itself
-    return torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-4, equal_nan=True)
-
-
-def _is_filled(bits: Any) -> bool:
+def _is_filled(value: Any) -> bool:
     """Return whether a call has left something other than the zeros that were there before."""
-    return not isinstance(bits, tuple) or bits[2].count(0) < len(bits[2])
+    return not isinstance(value, tuple) or value[2].count(0) < len(value[2])
 
 
 def _of_modules_in_lists(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -1,0 +1,347 @@
+"""Sizes of 0 and 1: a graph has no branch for them, and must not answer calls to which the model answers otherwise.
+
+torch.export takes dynamic sizes for at least 2: `n > 1` is true, `n == 0` is false, and no guard says so. Where the
+declared range has 0 or 1, a call with that size would get what is computed for larger ones. So questions of Python code
+about sizes are noted during the capture. Where a smaller size answers one otherwise, the model and the graph are called
+with sample inputs that are cut to it, and must compute the same.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import operator
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import combinations, product
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+from torch.export.dynamic_shapes import _combine_args
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Interpreter
+from torch.utils import _pytree as pytree
+
+from weightswap_exporter.modules.stand_ins import first_line
+from weightswap_exporter.modules.tensors import ModelView, is_fake, tie_key
+from weightswap_runtime.errors import CaptureError
+
+from .programs import graph_inputs
+from .trials import are_close, filling, in_a_trial
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent.parent)
+# parts of torch whose questions decide what eager calls compute; others ask while a call is traced
+_PARTS = {"nn", "functional.py", "_tensor.py", "distributions", "signal", "nested", "ao"}
+# where a question passes on its way: modes of torch.export see sym_max, which they have in place of max
+_PASSED = {"__init__.py", "fx/experimental/sym_node.py", "fx/experimental/proxy_tensor.py", "overrides.py"}
+_PASSED |= {"_export/non_strict_utils.py"}
+_QUESTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    **{f"__{name}__": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "__sym_max__": operator.gt,
+    "__sym_min__": operator.lt,
+}
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_ADVICE = "servers refuse calls with less; or compute what is right for all sizes, without asking"
+
+Questions = dict[tuple[Callable[[Any, Any], Any], Any, Any], str]  # comparison and its two sides: where it is asked
+_Sizes = dict[sympy.Symbol, int]
+
+
+@contextmanager
+def questions_about_sizes() -> Iterator[Questions]:
+    """Note the comparisons of dynamic sizes, in code that decides what a call computes, in the block."""
+    questions: Questions = {}
+    with ExitStack() as stack:
+        for kind in (torch.SymInt, torch.SymFloat):
+            for name, compare in _QUESTIONS.items():
+                noting = _noting(getattr(kind, name), compare, questions)
+                stack.enter_context(mock.patch.object(kind, name, noting))
+        yield questions
+
+
+def _noting(original: Callable[[Any, Any], Any], compare: Callable[[Any, Any], Any], questions: Questions) -> Any:
+    @functools.wraps(original)
+    def noting(self: Any, other: Any) -> Any:
+        if where := _where(sys._getframe(1)):
+            one, two = map(_expression, (self, other))
+            if one is not None and two is not None:
+                questions.setdefault((compare, one, two), where)
+        return original(self, other)
+
+    return noting
+
+
+def _expression(side: Any) -> Any:
+    """Return one side of a comparison as an expression; None for what is no number."""
+    if isinstance(side, torch.SymInt | torch.SymFloat):
+        return getattr(side.node, "expr", None)
+    return sympy.sympify(side) if isinstance(side, int | float) else None
+
+
+def _where(frame: FrameType | None) -> str:
+    """Return the place in the user's code that asks, such as `forward (model.py, line 12)`; empty if torch asks."""
+    while frame is not None and _part_of_torch(frame.f_code.co_filename) in _PASSED:
+        frame = frame.f_back
+    if frame is None or not _decides(frame.f_code.co_filename):
+        return ""
+    asking = frame
+    while frame.f_back is not None and _part_of_torch(frame.f_code.co_filename):
+        frame = frame.f_back
+    asking = asking if _part_of_torch(frame.f_code.co_filename) else frame
+    return f"{asking.f_code.co_name} ({Path(asking.f_code.co_filename).name}, line {asking.f_lineno})"
+
+
+@functools.cache
+def _part_of_torch(file: str) -> str:
+    """Return the path of a file within torch; empty for others."""
+    return Path(file).relative_to(_TORCH).as_posix() if Path(file).is_relative_to(_TORCH) else ""
+
+
+@functools.cache
+def _decides(file: str) -> bool:
+    part = _part_of_torch(file)
+    return part.partition("/")[0] in _PARTS if part else not file.startswith(_OURS)
+
+
+def check_small_sizes(
+    view: ModelView, inputs: Any, program: ExportedProgram, mutated: Collection[str], questions: Questions
+) -> list[str]:
+    """Return texts about small sizes of which it is unknown what the model computes.
+
+    Raises CaptureError where it computes something else than the program. inputs: args and kwargs of the capture.
+    mutated: buffers that a call changes.
+    """
+    cases = _Cases(program)
+    trial = _Trial(view, inputs, program, mutated, cases)
+    texts = []
+    for sizes, where in cases.of(questions):
+        named = trial.named(sizes)
+        least = 1 + max(size for size in sizes.values() if size < 2)
+        problem = trial.problem(sizes)
+        if problem:
+            raise CaptureError(
+                f"{where} asks for a size. With {named}, the model {problem}, unlike the graph, which torch captures "
+                f"for larger ones. Give its Dim min={least}, and {_ADVICE}"
+            )
+        if problem is None:
+            texts.append(
+                f"{where} asks for a size. Whether the model computes with {named} what the graph does, which torch "
+                f"captures for larger ones, could not be tried. If not, give its Dim min={least}, and {_ADVICE}"
+            )
+    return texts
+
+
+class _Cases:
+    """Small sizes that a program accepts, and for which a question has another answer than in the capture."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self.values = [
+            node.meta.get("val") for node, spec in graph_inputs(program) if spec.kind is InputKind.USER_INPUT
+        ]
+        sizes = [size for value in self.values for size in _sizes(value) if isinstance(size, torch.SymInt)]
+        environment = sizes[0].node.shape_env if sizes else None
+        self._environment: Any = environment
+        self._least = {
+            symbol: max(0, int(program.range_constraints[symbol].lower))
+            for symbol in set[sympy.Symbol]().union(*map(_symbols, sizes))
+        }
+        captured = environment.backed_var_to_val if environment else {}
+        self.captured: _Sizes = {symbol: int(captured[symbol]) for symbol in self._least}
+
+    def of(self, questions: Questions) -> Iterator[tuple[_Sizes, str]]:
+        """Yield small sizes by symbol, the largest first, with the place of the first question about them."""
+        found: dict[tuple[tuple[sympy.Symbol, int], ...], str] = {}
+        for (compare, *sides), where in questions.items() if self._least else ():
+            for sizes in self._other_answers(compare, *map(self._environment.replace, sides)):
+                found.setdefault(tuple(sizes.items()), where)
+        for case in sorted(found, key=lambda case: [-size for _, size in case]):
+            yield dict(case), found[case]
+
+    def _other_answers(self, compare: Callable[[Any, Any], Any], left: Any, right: Any) -> Iterator[_Sizes]:
+        symbols = sorted((left.free_symbols | right.free_symbols) & self._least.keys(), key=str)
+        usual = self._answer(compare, left, right, {})
+        singles = [{symbol: size} for symbol in symbols for size in (0, 1)]
+        pairs = [
+            dict(zip(two, sizes, strict=True))
+            for two in combinations(symbols, 2)
+            for sizes in product((0, 1, 2), repeat=2)
+            if min(sizes) < 2
+        ]
+        found: list[_Sizes] = []
+        for sizes in (*singles, *pairs):
+            if any(one.items() <= sizes.items() for one in found) or not self._are_accepted(sizes):
+                continue
+            if self._answer(compare, left, right, sizes) != usual:
+                found.append(sizes)
+                yield sizes
+
+    def _answer(self, compare: Callable[[Any, Any], Any], left: Any, right: Any, sizes: _Sizes) -> bool | None:
+        """Return the answer to a question; None if there is none, as where something is divided by 0."""
+        try:
+            one, other = (_number(side.xreplace({**self.captured, **sizes})) for side in (left, right))
+            return bool(compare(one, other))
+        except (TypeError, ZeroDivisionError):
+            return None
+
+    def _are_accepted(self, sizes: _Sizes) -> bool:
+        every = {**self.captured, **sizes}
+        guards = (self._environment.replace(guard.expr).xreplace(every) for guard in self._environment.guards)
+        in_range = all(size >= self._least[symbol] for symbol, size in sizes.items())
+        exist = all(self.at(size, sizes) >= 0 for value in self.values for size in _sizes(value))
+        return in_range and exist and sympy.false not in guards
+
+    def at(self, size: Any, sizes: _Sizes) -> int:
+        """Return a size of an input where some symbols have these sizes, and others those of the capture."""
+        return int(size.node.expr.xreplace({**self.captured, **sizes})) if isinstance(size, torch.SymInt) else size
+
+
+def _number(value: Any) -> int | float:
+    return int(value) if sympy.sympify(value).is_Integer else float(value)  # to sympy, 6 and 6.0 are not equal
+
+
+def _sizes(value: Any) -> Sequence[Any]:
+    """Return the sizes that an input gives: of a tensor, or an integer itself."""
+    return value.shape if isinstance(value, torch.Tensor) else [value] if isinstance(value, torch.SymInt) else []
+
+
+def _symbols(size: Any) -> set[sympy.Symbol]:
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+class _Trial:
+    """Calls of a model and of its program with inputs of other sizes."""
+
+    def __init__(
+        self, view: ModelView, inputs: Any, program: ExportedProgram, mutated: Collection[str], cases: _Cases
+    ) -> None:
+        self._view, self._program, self._cases = view, program, cases
+        self._state = sorted(mutated)
+        args, kwargs = inputs
+        named = _combine_args(view.model, args, kwargs)
+        paths = (path for path, _ in pytree.tree_leaves_with_path(named))
+        self._names = [str(getattr(path[0], "key", "")) + pytree.keystr(path[1:]) for path in paths]
+        self._inputs, self._spec = pytree.tree_flatten(inputs)
+
+    def named(self, sizes: _Sizes) -> str:
+        """Return a text such as `x.shape[0] = 1`."""
+        texts: dict[sympy.Symbol, str] = {}
+        for name, value in zip(self._names, self._cases.values, strict=True):
+            for axis, size in enumerate(_sizes(value)):
+                label = f"{name}.shape[{axis}]" if isinstance(value, torch.Tensor) else name
+                for symbol in sizes.keys() & _symbols(size):
+                    texts.setdefault(symbol, f"{label} = {self._cases.at(size, sizes)}")
+        return ", ".join(texts.values())
+
+    def problem(self, sizes: _Sizes) -> str | None:
+        """Return what the model does that its program does not; empty if both do the same, None if that is unknown."""
+        if self._filling is None:
+            return None
+        has_floats = any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in self._inputs)
+        for is_random in (False, True) if has_floats else (False,):
+            inputs = list(self._at(sizes, is_random))
+            graph = self._call(self._of_program, inputs)
+            if isinstance(graph, Exception):  # which no caller takes for an answer
+                if not self._is_faithful:
+                    return None
+                continue
+            eager = self._call(self._of_model, inputs)
+            if isinstance(eager, Exception):
+                if not _is_raised_in_python(eager):  # by an operator, which may not like these inputs
+                    continue
+                return f"raises {first_line(eager)}" if self._is_faithful else None
+            if not are_close(eager, graph):
+                return "computes something else" if self._is_faithful else None
+        return ""
+
+    @functools.cached_property
+    def _filling(self) -> dict[str, torch.Tensor] | None:
+        return filling(self._view, self._view.tensors)
+
+    @functools.cached_property
+    def _is_faithful(self) -> bool:
+        """Whether the program computes what the model does where nothing is cut: not with dropout, for example."""
+        inputs = list(self._at({}, is_random=False))
+        eager, graph = (self._call(call, inputs) for call in (self._of_model, self._of_program))
+        return isinstance(eager, list) and isinstance(graph, list) and are_close(eager, graph)
+
+    def _at(self, sizes: _Sizes, is_random: bool) -> Iterator[Any]:
+        """Yield the sample inputs, cut to sizes.
+
+        Integers may count or index what is cut: those that are not cut themselves become zeros, which is never too
+        much. is_random: floats become random numbers, as samples of zeros show little.
+        """
+        generator = torch.Generator().manual_seed(0)
+        like: Any
+        for value, like in zip(self._inputs, self._cases.values, strict=True):
+            if isinstance(like, torch.SymInt):
+                yield self._cases.at(like, sizes)
+            elif not isinstance(value, torch.Tensor):
+                yield value
+            else:
+                shape = [self._cases.at(size, sizes) for size in like.shape]
+                is_whole = not sizes or any(sizes.keys() & _symbols(size) for size in like.shape)
+                yield _resized(value, shape, is_whole, is_random, generator)
+
+    def _call(self, function: Callable[[list[Any]], list[Any]], inputs: list[Any]) -> list[Any] | Exception:
+        own = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
+        buffers = {name: value.detach().clone() for name, value in self._view.buffers.items()}
+        with in_a_trial(self._view, {**buffers, **(self._filling or {})}):
+            try:
+                returned = function(own)
+            except Exception as error:
+                return error
+            return [value.clone() if isinstance(value, torch.Tensor) else value for value in returned]
+
+    def _of_model(self, inputs: list[Any]) -> list[Any]:
+        args, kwargs = pytree.tree_unflatten(inputs, self._spec)
+        returned = self._view.model(*args, **kwargs)
+        now = ModelView(self._view.model).tensors
+        return [*pytree.tree_leaves(returned), *(now[name] for name in self._state)]
+
+    def _of_program(self, inputs: list[Any]) -> list[Any]:
+        program, signature = self._program, self._program.graph_signature
+        # composed parameters have other names in the view, but are the same tensors
+        installed = ModelView(self._view.model).tensors
+        replaced = {tie_key(tensor): installed[name] for name, tensor in self._view.tensors.items()}
+        remaining, values, state = iter(inputs), [], {}
+        for _, spec in graph_inputs(program):
+            if spec.kind is InputKind.USER_INPUT:
+                values.append(next(remaining))
+                continue
+            name = str(spec.target)
+            value = program.state_dict[name] if name in program.state_dict else program.constants[name]
+            values.append(replaced.get(tie_key(value), value) if isinstance(value, torch.Tensor) else value)
+            state[name] = values[-1]
+        returned = Interpreter(program.graph_module).run(*values)
+        pairs = zip(returned, signature.output_specs, strict=True)
+        outputs = [value for value, spec in pairs if spec.kind is OutputKind.USER_OUTPUT]
+        return [*outputs, *(state[name] for name in self._state)]
+
+
+def _resized(
+    value: torch.Tensor, shape: list[int], is_whole: bool, is_random: bool, generator: torch.Generator
+) -> torch.Tensor:
+    is_larger = any(new > old for new, old in zip(shape, value.shape, strict=True))
+    if value.is_floating_point() and (is_random or is_larger or is_fake(value)):
+        return torch.rand(shape, generator=generator).to(value.dtype)
+    is_integer = not value.is_floating_point() and not value.is_complex() and value.dtype is not torch.bool
+    if is_larger or is_fake(value) or (is_integer and not is_whole):
+        return torch.zeros(shape, dtype=value.dtype)
+    for axis, size in enumerate(shape):
+        value = value.narrow(axis, 0, size)
+    return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _is_raised_in_python(error: Exception) -> bool:
+    """Return whether an error comes from a `raise` or an `assert`, as where a model checks its inputs."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE

@@ -1,0 +1,76 @@
+"""Trials of a model: calls with other weights, inputs or attributes, after which it is as it was before."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from weightswap_exporter.modules.stand_ins import install, restored, tied
+from weightswap_exporter.modules.tensors import ModelView, is_fake
+from weightswap_runtime.torch_tensors import tensor_bytes
+
+_MOST_FILLED = 64 << 30  # bytes of a skeleton's parameters: a call that reads more takes minutes
+_MOST_WRITTEN = 4 << 30  # bytes of numbers that differ from each other
+FIRST, SECOND = 7_062_013, 7_062_014  # seeds; the weights themselves are not likely to come from them
+
+
+@contextmanager
+def in_a_trial(view: ModelView, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Give a model other parameters and buffers, by FQN, in the block, whose end restores it and all attributes.
+
+    The block runs without gradients and warnings, and with the same random numbers each time.
+    """
+    with restored(view.model), torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        install(view, tensors)
+        yield
+
+
+def filling(view: ModelView, names: Iterable[str], seed: int = FIRST) -> dict[str, torch.Tensor] | None:
+    """Return values for those of the named tensors that have none, as a skeleton's parameters; None if they are huge.
+
+    Random numbers: around 1 in vectors, which scale, and around 0 in matrices, so that no layer makes all the same.
+    """
+    hollow = {name: view.tensors[name] for name in names if is_fake(view.tensors[name])}
+    size = sum(tensor.nbytes for tensor in hollow.values())
+    if size > _MOST_FILLED:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    numbers = {name: _random_like(tensor, generator, size > _MOST_WRITTEN) for name, tensor in hollow.items()}
+    return tied(view, numbers)
+
+
+def _random_like(tensor: torch.Tensor, generator: torch.Generator, overlaps: bool) -> torch.Tensor:
+    """Return random numbers. overlaps: each row begins at the second number of the one before, and needs no memory."""
+    if not tensor.is_floating_point():
+        return torch.ones(tensor.shape, dtype=tensor.dtype)
+    if tensor.dim() < 2:
+        return (torch.rand(tensor.shape, generator=generator) + 0.5).to(tensor.dtype)
+    overlaps = overlaps and tensor.numel() > 0
+    numbers = torch.rand([sum(tensor.shape)] if overlaps else tensor.shape, generator=generator) - 0.5
+    numbers = (numbers * (4 / max(1, tensor.shape[-1]) ** 0.5)).to(tensor.dtype)
+    return numbers.as_strided(tensor.shape, [1] * tensor.dim()) if overlaps else numbers
+
+
+def are_close(one: list[Any], other: list[Any]) -> bool:
+    """Return whether what two calls have returned differs by no more than rounding."""
+    return len(one) == len(other) and all(map(_is_close, one, other))
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return bool(one == other)
+    if (one.dtype, one.shape) != (other.dtype, other.shape) or not one.is_floating_point():
+        return bool(bits(one) == bits(other))
+    # what was prepared in advance, such as a product of two weights, rounds otherwise than the call itself
+    return torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-4, equal_nan=True)
+
+
+def bits(value: Any) -> Any:
+    """Return dtype, shape and bytes of a tensor, which can be compared; other values as they are."""
+    return (value.dtype, tuple(value.shape), bytes(tensor_bytes(value))) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,196 @@
+"""Sizes of 0 and 1, which a graph has no branch for: it computes what eager does, or they are refused at the export."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from tests.support.models import Does
+from tests.support.setups import loaded
+from weightswap_exporter import export, skeleton
+from weightswap_exporter.capture import trials
+from weightswap_runtime import CaptureError, InputMismatch
+
+X = torch.randn(6, 3, generator=torch.Generator().manual_seed(4))
+LARGEST = 9
+
+
+def pooled(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.sum(0) / max(x.shape[0], 1) * m.w
+
+
+def counted(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] > 1:
+        m.calls.add_(1)
+    return x * m.w + m.calls
+
+
+def checked(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] < 2:
+        raise ValueError("too few")
+    return x * m.w
+
+
+def asserted(m: Any, x: torch.Tensor) -> torch.Tensor:
+    torch._check(x.shape[0] > 0)
+    return x * m.w
+
+
+# what asks, and the least size at which it answers as for larger ones
+ASKING: dict[str, tuple[Callable[[Any, torch.Tensor], Any], int]] = {
+    "more than one": (lambda m, x: x.sum(0) * m.w if x.shape[0] > 1 else -m.w, 2),
+    "one, from the left": (lambda m, x: -m.w if 1 == x.size(0) else x.sum(0) * m.w, 2),  # noqa: SIM300
+    "one of": (lambda m, x: -m.w if x.shape[0] in (0, 1) else x.sum(0) * m.w, 2),
+    "a shape": (lambda m, x: -m.w if x.shape == (1, 3) else x.sum(0) * m.w, 2),
+    "none": (lambda m, x: -m.w if x.shape[0] == 0 else x.sum(0) * m.w, 1),
+    "truth": (lambda m, x: x.sum(0) * m.w if x.shape[0] else -m.w, 1),
+    "no elements": (lambda m, x: x.sum(0) * m.w if x.numel() else -m.w, 1),
+    "half": (lambda m, x: -m.w if x.shape[0] // 2 == 0 else x.sum(0) * m.w, 2),
+    "a quotient": (lambda m, x: -m.w if 6 / x.shape[0] == 6 else x.sum(0) * m.w, 2),
+    "a maximum": (pooled, 1),
+    "a maximum of torch's": (lambda m, x: x.new_ones(torch.sym_max(x.shape[0], 1)) * m.w[0], 1),
+    "a matrix": (lambda m, x: m.mix(x) if x.shape[0] > 1 else x @ m.mix.weight, 2),
+    "state": (counted, 2),
+    "an error": (checked, 2),
+    "a check": (asserted, 1),
+    "a norm in training": (lambda m, x: m.norm(x) * m.w, 2),
+    "a random mask": (lambda m, x: torch.dropout(x, 0.5, True) * m.w if x.shape[0] > 1 else -m.w, 2),
+}
+# what asks, and computes the same in both branches
+ALIKE: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "the only row": lambda m, x: (x * m.w).mean(0) if x.shape[0] != 1 else (x * m.w)[0],
+    "nothing to add": lambda m, x: (x * m.w).sum(0) if x.shape[0] else torch.zeros(3),
+    "a minimum": lambda m, x: x.sum(0) * m.w * min(x.shape[0], 2),
+    "large": lambda m, x: (x * m.w).sum(0) if x.shape[0] < 100 else -m.w,
+}
+
+
+def model(act: Callable[[Any, torch.Tensor], Any]) -> nn.Module:
+    torch.manual_seed(0)
+    norm, calls = nn.BatchNorm1d(3), nn.Buffer(torch.zeros(1))
+    return Does(act, w=nn.Parameter(torch.rand(3) + 0.5), norm=norm, calls=calls, mix=nn.Linear(3, 3))
+
+
+def answer(call: Any, size: int) -> Any:
+    torch.manual_seed(1)
+    call = copy.deepcopy(call) if isinstance(call, nn.Module) else call  # a server begins with the same state
+    with torch.no_grad():
+        return call(torch.randn(size, 3, generator=torch.Generator().manual_seed(size)))
+
+
+def check(eager: nn.Module, served: Any, sizes: range) -> None:
+    for size in sizes:
+        torch.testing.assert_close(answer(served, size), answer(eager, size), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("sample", [X, torch.zeros(6, 3)], ids=["numbers", "zeros"])
+@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.filterwarnings("ignore:the exported graph behaves as in training")
+def test_a_size_that_computes_something_else_is_refused(name: str, sample: torch.Tensor, tmp_path: Path) -> None:
+    act, least = ASKING[name]
+    eager = model(act)
+    for less in range(least):
+        shapes = ({0: Dim("rows", min=less, max=LARGEST)},)
+        with pytest.raises(CaptureError, match=rf"asks for a size\. With x\.shape\[0\] = {least - 1}.*Dim min={least}"):
+            export(eager, (sample,), out=tmp_path / "a", dynamic_shapes=shapes)
+    artifact = export(eager, (sample,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows", min=least, max=LARGEST)},))
+    served = loaded(artifact, tmp_path, eager)
+    check(eager, served, range(least, LARGEST + 1))
+    with pytest.raises(InputMismatch):
+        answer(served, least - 1)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_size_that_computes_the_same_is_served(name: str, tmp_path: Path) -> None:
+    eager = model(ALIKE[name])
+    artifact = export(eager, (X,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows", max=LARGEST)},))
+    check(eager, loaded(artifact, tmp_path, eager), range(LARGEST + 1))
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    eager = model(counted)
+    before = {name: value.clone() for name, value in eager.state_dict().items()}
+    state = torch.get_rng_state()
+    export(eager, (X,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows", min=2)},))
+    with pytest.raises(CaptureError):
+        export(eager, (X,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows")},))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in eager.state_dict().items())
+
+
+@pytest.mark.parametrize("most", [0, 1 << 20])
+@pytest.mark.parametrize("name", ["more than one", "none", "state", "a matrix"])
+def test_skeletons_are_tried_with_random_numbers(
+    name: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "_MOST_WRITTEN", most)
+    act, least = ASKING[name]
+    with skeleton():
+        eager = model(act)
+    with pytest.raises(CaptureError, match=f"Dim min={least}"):
+        export(eager, (X,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows")},))
+    export(eager, (X,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows", min=least)},))
+
+
+class Ragged(nn.Module):
+    """Sums of numbers of which each row has some; `empty` is what it adds for no rows or no numbers at all."""
+
+    def __init__(self, empty: float) -> None:
+        super().__init__()
+        self.w, self.empty = nn.Parameter(torch.ones(4)), empty
+
+    def forward(self, features: dict[str, Any]) -> torch.Tensor:
+        lengths, ids = features["lengths"], features["ids"]
+        rows = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths, output_size=ids.shape[0])
+        sums = torch.zeros(lengths.shape[0]).index_add(0, rows, self.w[ids])
+        return sums if lengths.shape[0] * ids.shape[0] > 0 else sums + self.empty
+
+
+def test_rows_that_count_what_is_cut(tmp_path: Path) -> None:
+    features = {"lengths": torch.tensor([2, 0, 3]), "ids": torch.tensor([1, 3, 0, 2, 2])}
+    shapes = ({"lengths": {0: Dim("rows", max=50)}, "ids": {0: Dim("ids", max=50)}},)
+    with pytest.raises(CaptureError, match=r"features\['(lengths|ids)'\]\.shape\[0\] = 0.*Dim min=1"):
+        export(Ragged(1.0), (features,), out=tmp_path / "a", dynamic_shapes=shapes)
+    eager = Ragged(0.0)
+    served = loaded(export(eager, (features,), out=tmp_path / "a", dynamic_shapes=shapes), tmp_path, eager)
+    for lengths in ([2, 1], [0, 0], [1], [0]):
+        given = {"lengths": torch.tensor(lengths), "ids": torch.ones(sum(lengths), dtype=torch.int64)}
+        with torch.no_grad():
+            assert torch.equal(served(given), eager(given))
+
+
+def test_two_sizes_together(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x.sum(0) * self.w + y.sum(0) if x.shape[0] + y.shape[0] > 3 else self.w
+
+    def shapes(least: int) -> Any:
+        return {"x": {0: Dim("a", min=1)}, "y": {0: Dim("b", min=least)}}
+
+    with pytest.raises(CaptureError, match=r"With x\.shape\[0\] = 1, y\.shape\[0\] = 2.*Dim min=2"):
+        export(Two(), (X, X[:4]), out=tmp_path / "a", dynamic_shapes=shapes(1))
+    export(Two(), (X, X[:4]), out=tmp_path / "a", dynamic_shapes=shapes(3))
+
+
+def test_what_cannot_be_tried_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of a model that asks whether it is exported need not compute what calls do."""
+    shapes = ({0: Dim("rows")},)
+    otherwise = model(lambda m, x: x * m.w * (2 if torch.compiler.is_exporting() else 1) if x.shape[0] > 1 else x)
+    with pytest.warns(UserWarning, match=r"with x\.shape\[0\] = 1.*could not be tried.*Dim min=2"):
+        export(otherwise, (X,), out=tmp_path / "a", dynamic_shapes=shapes)
+    monkeypatch.setattr(trials, "_MOST_FILLED", 1)
+    with skeleton():
+        large = model(ASKING["none"][0])
+    with pytest.warns(UserWarning, match=r"x\.shape\[0\] = 0.*could not be tried.*Dim min=1"):
+        export(large, (X,), out=tmp_path / "a", dynamic_shapes=shapes)
