@@ -52,9 +52,11 @@ def _random_like(tensor: torch.Tensor, generator: torch.Generator, overlaps: boo
     if tensor.dim() < 2:
         return (torch.rand(tensor.shape, generator=generator) + 0.5).to(tensor.dtype)
     overlaps = overlaps and tensor.numel() > 0
-    numbers = torch.rand([sum(tensor.shape)] if overlaps else tensor.shape, generator=generator) - 0.5
-    numbers = (numbers * (4 / max(1, tensor.shape[-1]) ** 0.5)).to(tensor.dtype)
-    return numbers.as_strided(tensor.shape, [1] * tensor.dim()) if overlaps else numbers
+    spread = torch.rand([sum(tensor.shape)] if overlaps else tensor.shape, generator=generator) - 0.5
+    numbers: torch.Tensor = (spread * (4 / max(1, tensor.shape[-1]) ** 0.5)).to(tensor.dtype)
+    if overlaps:
+        numbers = numbers.as_strided(tensor.shape, [1] * tensor.dim())
+    return numbers
 
 
 def are_close(one: list[Any], other: list[Any]) -> bool:

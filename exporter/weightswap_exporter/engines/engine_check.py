@@ -23,7 +23,15 @@ from weightswap_runtime.errors import CaptureError, WeightswapError, listed, war
 from weightswap_runtime.format.signature import Signature, Sizes, Tensor, input_leaves, leaves
 from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.tensors import TensorBytes, as_float64, describe, has_fractions, same_type
-from weightswap_tools.inputs import Signs, call_flat, common_sizes, random_values, signs_of, write_random_weights
+from weightswap_tools.inputs import (
+    Signs,
+    call_flat,
+    common_sizes,
+    least_sizes,
+    random_values,
+    signs_of,
+    write_random_weights,
+)
 
 from .index_bounds import index_bounds
 
@@ -81,7 +89,7 @@ def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator
             signature = ours.signatures[name]
             trials = [
                 (sizes, random_values(signature, sizes, rng), "", variants)
-                for sizes in common_sizes(signature)
+                for sizes in (*common_sizes(signature), *(least_sizes(signature) if signature.dims else ()))
                 for variants in (({}, resident) if resident else ({},))
             ]
             trials += _of_one_sign(artifact, name, signature, rng, device)

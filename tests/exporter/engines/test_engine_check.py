@@ -66,6 +66,14 @@ def test_wrong_translations_are_refused(name: str, tmp_path: Path) -> None:
     assert "engines/onnx/forward.onnx" in compile_engines(artifact, ["onnx"], trial=False).manifest.files
 
 
+def test_a_size_of_one_that_an_engine_takes_for_a_larger_one(tmp_path: Path) -> None:
+    """AOTInductor keeps a dynamic dimension that `squeeze` removes where it is 1."""
+    eager = Applied(lambda w, x: (x @ w)[:, :1].squeeze())
+    with pytest.raises(CaptureError, match=r"'n': 1.*F32\[1\], expected F32\[\]"):
+        export(eager, (X,), out=tmp_path / "a", dynamic_shapes=(({0: Dim("n")},),), engines=["aoti"])
+    export(eager, (X,), out=tmp_path / "a", dynamic_shapes=(({0: Dim("n", min=2)},),), engines=["aoti"])
+
+
 @pytest.mark.slow
 def test_a_trial_starts_an_interpreter_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests have it forked from one that is warm: see tests/support/quick.py."""
