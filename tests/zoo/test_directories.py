@@ -94,12 +94,12 @@ def test_a_recipe_may_choose_other_sizes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_large_model_is_exported_without_its_memory(tmp_path: Path) -> None:
     wide = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-    wide |= {"num_hidden_layers": 1, "vocab_size": 256512, "dtype": "bfloat16", "model_type": "llama"}
+    wide |= {"num_hidden_layers": 20, "vocab_size": 32000, "dtype": "bfloat16", "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(wide | {"architectures": ["LlamaForCausalLM"]}))
     arguments = ["export", f"hf:{tmp_path}", "-o", str(tmp_path / "a.artifact")]
     done = subprocess.run([sys.executable, "-c", PEAK, *arguments], capture_output=True, text=True, check=True)
-    assert load(tmp_path / "a.artifact").artifact.manifest.total_bytes > 4e9
-    assert int(done.stdout.split()[-2]) < 1_000_000, "kilobytes"
+    assert load(tmp_path / "a.artifact").artifact.manifest.total_bytes > 9e9
+    assert int(done.stdout.split()[-2]) < 2_000_000, "kilobytes"
 
 
 PEAK = """

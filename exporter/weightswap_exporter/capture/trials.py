@@ -13,8 +13,7 @@ from weightswap_exporter.modules.stand_ins import install, restored, tied
 from weightswap_exporter.modules.tensors import ModelView, is_fake
 from weightswap_runtime.torch_tensors import tensor_bytes
 
-_MOST_FILLED = 64 << 30  # bytes of a skeleton's parameters: a call that reads more takes minutes
-_MOST_WRITTEN = 4 << 30  # bytes of numbers that differ from each other
+_MOST_FILLED = 4 << 30  # bytes of numbers for a skeleton's parameters, of which those of one shape share theirs
 FIRST, SECOND = 7_062_013, 7_062_014  # seeds; the weights themselves are not likely to come from them
 
 
@@ -35,28 +34,29 @@ def filling(view: ModelView, names: Iterable[str], seed: int = FIRST) -> dict[st
     """Return values for those of the named tensors that have none, as a skeleton's parameters; None if they are huge.
 
     Random numbers: around 1 in vectors, which scale, and around 0 in matrices, so that no layer makes all the same.
+    Tensors of one shape share them: a skeleton is exported where a model of its size may not fit.
     """
     hollow = {name: view.tensors[name] for name in names if is_fake(view.tensors[name])}
-    size = sum(tensor.nbytes for tensor in hollow.values())
-    if size > _MOST_FILLED:
+    like = {(tensor.dtype, tuple(tensor.shape)): tensor for tensor in hollow.values()}
+    if sum(tensor.nbytes for tensor in like.values()) > _MOST_FILLED:
         return None
     generator = torch.Generator().manual_seed(seed)
-    numbers = {name: _random_like(tensor, generator, size > _MOST_WRITTEN) for name, tensor in hollow.items()}
-    return tied(view, numbers)
+    numbers = {key: _random_like(tensor, generator) for key, tensor in like.items()}
+    # a view for each: one tensor would tie them
+    return tied(view, {name: numbers[tensor.dtype, tuple(tensor.shape)].detach() for name, tensor in hollow.items()})
 
 
-def _random_like(tensor: torch.Tensor, generator: torch.Generator, overlaps: bool) -> torch.Tensor:
-    """Return random numbers. overlaps: each row begins at the second number of the one before, and needs no memory."""
+def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if not tensor.is_floating_point():
         return torch.ones(tensor.shape, dtype=tensor.dtype)
+    dtype = torch.float32 if tensor.itemsize == 1 else tensor.dtype
+    numbers = torch.rand(tensor.shape, generator=generator, dtype=dtype)
     if tensor.dim() < 2:
-        return (torch.rand(tensor.shape, generator=generator) + 0.5).to(tensor.dtype)
-    overlaps = overlaps and tensor.numel() > 0
-    spread = torch.rand([sum(tensor.shape)] if overlaps else tensor.shape, generator=generator) - 0.5
-    numbers: torch.Tensor = (spread * (4 / max(1, tensor.shape[-1]) ** 0.5)).to(tensor.dtype)
-    if overlaps:
-        numbers = numbers.as_strided(tensor.shape, [1] * tensor.dim())
-    return numbers
+        numbers += 0.5
+    else:
+        numbers -= 0.5
+        numbers *= 4 / max(1, tensor.shape[-1]) ** 0.5
+    return numbers.to(tensor.dtype)
 
 
 def are_close(one: list[Any], other: list[Any]) -> bool:
