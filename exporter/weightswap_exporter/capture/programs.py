@@ -195,12 +195,15 @@ def _writes(module: GraphModule, owned: set[Node]) -> Iterator[Node]:
     """Yield written nodes that share memory with `owned`; for an undeclared write, the node that writes."""
     shared = set(owned)  # nodes that may share this memory; `origins` are exact, but slow
     origins = _Origins(owned)
+    same: dict[Node, Node] = {}  # results of writes in place, which are what is written to
     for node in module.graph.nodes:
         if node.op != "call_function" or not shared.intersection(node.all_input_nodes):
             continue
         if isinstance(node.target, OpOverload):
-            written = (item for item in shared.intersection(_written(node)) if item in origins)
-            yield from (item if node.target._schema.is_mutable else node for item in written)
+            written = [item for item in shared.intersection(_written(node)) if item in origins]
+            yield from (same.get(item, item) if node.target._schema.is_mutable else node for item in written)
+            if len(written) == 1 and _opname(node).endswith("_"):
+                same[node] = same.get(written[0], written[0])
             if shared.intersection(_may_view(node)):
                 shared.add(node)
         else:

@@ -1,9 +1,9 @@
 """Sizes of 0 and 1: a graph has no branch for them, and must not answer calls to which the model answers otherwise.
 
-torch.export takes dynamic sizes for at least 2: `n > 1` is true, `n == 0` is false, and no guard says so. Where the
-declared range has 0 or 1, a call with that size would get what is computed for larger ones. So questions of Python code
-about sizes are noted during the capture. Where a smaller size answers one otherwise, the model and the graph are called
-with sample inputs that are cut to it, and must compute the same.
+torch.export takes dynamic sizes for at least 2: `n > 1` is true, `len(x[:2])` is 2, and no guard says so. Where the
+declared range has 0 or 1, a call with that size would get what is computed for larger ones. So the model and the graph
+are called with sample inputs that are cut to such sizes, and must compute the same: one size at a time, all of them,
+and those that answer a question of Python code otherwise, which are noted during the capture.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ _QUESTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "__sym_max__": operator.gt,
     "__sym_min__": operator.lt,
 }
+_TOGETHER = 3  # sizes that are changed together
+_LARGEST = 1 << 12  # size that is tried
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _ADVICE = "servers refuse calls with less; or compute what is right for all sizes, without asking"
 
@@ -122,24 +124,25 @@ def check_small_sizes(
     trial = _Trial(view, inputs, program, mutated, cases)
     texts = []
     for sizes, where in cases.of(questions):
+        asks = f"{where} asks for a size. " if where else ""
         named = trial.named(sizes)
-        least = 1 + max(size for size in sizes.values() if size < 2)
+        advice = f"Give its Dim min={1 + max(size for size in sizes.values() if size < 2)}, and {_ADVICE}"
         problem = trial.problem(sizes)
         if problem:
             raise CaptureError(
-                f"{where} asks for a size. With {named}, the model {problem}, unlike the graph, which torch captures "
-                f"for larger ones. Give its Dim min={least}, and {_ADVICE}"
+                f"{asks}With {named}, the model {problem}, unlike the graph, which torch captures for larger ones. "
+                f"{advice}"
             )
-        if problem is None:
+        if problem is None and where:
             texts.append(
-                f"{where} asks for a size. Whether the model computes with {named} what the graph does, which torch "
-                f"captures for larger ones, could not be tried. If not, give its Dim min={least}, and {_ADVICE}"
+                f"{asks}Whether the model computes with {named} what the graph does, which torch captures for larger "
+                f"ones, could not be tried. {advice}"
             )
     return texts
 
 
 class _Cases:
-    """Small sizes that a program accepts, and for which a question has another answer than in the capture."""
+    """Sets of sizes that a program accepts, and of which some are 0 or 1."""
 
     def __init__(self, program: ExportedProgram) -> None:
         self.values = [
@@ -148,39 +151,48 @@ class _Cases:
         sizes = [size for value in self.values for size in _sizes(value) if isinstance(size, torch.SymInt)]
         environment = sizes[0].node.shape_env if sizes else None
         self._environment: Any = environment
-        self._least = {
-            symbol: max(0, int(program.range_constraints[symbol].lower))
-            for symbol in set[sympy.Symbol]().union(*map(_symbols, sizes))
+        limits = program.range_constraints
+        self._range = {
+            symbol: (max(0, int(limits[symbol].lower)), limits[symbol].upper)
+            for symbol in sorted(set[sympy.Symbol]().union(*map(_symbols, sizes)), key=str)
         }
         captured = environment.backed_var_to_val if environment else {}
-        self.captured: _Sizes = {symbol: int(captured[symbol]) for symbol in self._least}
+        self.captured: _Sizes = {symbol: int(captured[symbol]) for symbol in self._range}
 
     def of(self, questions: Questions) -> Iterator[tuple[_Sizes, str]]:
-        """Yield small sizes by symbol, the largest first, with the place of the first question about them."""
+        """Yield sizes by symbol, the largest first, with the place of the first question about them or an empty one."""
+        if not self._range:
+            return
         found: dict[tuple[tuple[sympy.Symbol, int], ...], str] = {}
-        for (compare, *sides), where in questions.items() if self._least else ():
+        for (compare, *sides), where in questions.items():
             for sizes in self._other_answers(compare, *map(self._environment.replace, sides)):
                 found.setdefault(tuple(sizes.items()), where)
+        every = [{symbol: size} for symbol in self._range for size in (0, 1)]
+        every += [{symbol: 1 for symbol, (least, _) in self._range.items() if least < 2}]
+        for sizes in filter(self._are_accepted, every):
+            found.setdefault(tuple(sizes.items()), "")
         for case in sorted(found, key=lambda case: [-size for _, size in case]):
             yield dict(case), found[case]
 
     def _other_answers(self, compare: Callable[[Any, Any], Any], left: Any, right: Any) -> Iterator[_Sizes]:
-        symbols = sorted((left.free_symbols | right.free_symbols) & self._least.keys(), key=str)
+        """Yield sizes for which a question has another answer than in the capture, as few as possible at a time."""
+        symbols = [symbol for symbol in self._range if symbol in left.free_symbols | right.free_symbols]
         usual = self._answer(compare, left, right, {})
-        singles = [{symbol: size} for symbol in symbols for size in (0, 1)]
-        pairs = [
-            dict(zip(two, sizes, strict=True))
-            for two in combinations(symbols, 2)
-            for sizes in product((0, 1, 2), repeat=2)
-            if min(sizes) < 2
-        ]
         found: list[_Sizes] = []
-        for sizes in (*singles, *pairs):
-            if any(one.items() <= sizes.items() for one in found) or not self._are_accepted(sizes):
-                continue
-            if self._answer(compare, left, right, sizes) != usual:
-                found.append(sizes)
-                yield sizes
+        together = range(1, 1 + min(_TOGETHER, len(symbols)))
+        for some in (some for count in together for some in combinations(symbols, count)):
+            for numbers in product(*map(self._telling, some)):
+                sizes = dict(zip(some, numbers, strict=True))
+                if any(one.items() <= sizes.items() for one in found) or not self._are_accepted(sizes):
+                    continue
+                if self._answer(compare, left, right, sizes) != usual:
+                    found.append(sizes)
+                    yield sizes
+
+    def _telling(self, symbol: sympy.Symbol) -> list[int]:
+        """Return the sizes of a symbol that show what depends on it: small ones, and the ends of its range."""
+        ends = [int(end) for end in self._range[symbol] if end <= _LARGEST]
+        return sorted({0, 1, 2, *ends})
 
     def _answer(self, compare: Callable[[Any, Any], Any], left: Any, right: Any, sizes: _Sizes) -> bool | None:
         """Return the answer to a question; None if there is none, as where something is divided by 0."""
@@ -193,9 +205,9 @@ class _Cases:
     def _are_accepted(self, sizes: _Sizes) -> bool:
         every = {**self.captured, **sizes}
         guards = (self._environment.replace(guard.expr).xreplace(every) for guard in self._environment.guards)
-        in_range = all(size >= self._least[symbol] for symbol, size in sizes.items())
+        in_range = all(self._range[symbol][0] <= size <= self._range[symbol][1] for symbol, size in sizes.items())
         exist = all(self.at(size, sizes) >= 0 for value in self.values for size in _sizes(value))
-        return in_range and exist and sympy.false not in guards
+        return min(sizes.values(), default=2) < 2 and in_range and exist and sympy.false not in guards
 
     def at(self, size: Any, sizes: _Sizes) -> int:
         """Return a size of an input where some symbols have these sizes, and others those of the capture."""
@@ -243,39 +255,55 @@ class _Trial:
         """Return what the model does that its program does not; empty if both do the same, None if that is unknown."""
         if self._filling is None:
             return None
-        has_floats = any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in self._inputs)
-        for is_random in (False, True) if has_floats else (False,):
-            inputs = list(self._at(sizes, is_random))
+        found: str | None = ""
+        for is_random in (False, True) if self._are_poor(sizes) else (False,):
+            inputs = list(self._at(sizes, sizes, is_random))
             graph = self._call(self._of_program, inputs)
             if isinstance(graph, Exception):  # which no caller takes for an answer
-                if not self._is_faithful:
+                if not self._runs:
                     return None
                 continue
             eager = self._call(self._of_model, inputs)
-            if isinstance(eager, Exception):
-                if not _is_raised_in_python(eager):  # by an operator, which may not like these inputs
-                    continue
-                return f"raises {first_line(eager)}" if self._is_faithful else None
-            if not are_close(eager, graph):
-                return "computes something else" if self._is_faithful else None
-        return ""
+            if isinstance(eager, Exception) and not _is_raised_in_python(eager):
+                found = None  # an operator raises it, which may not like these inputs
+            elif not _agree(eager, graph):
+                text = f"raises {first_line(eager)}" if isinstance(eager, Exception) else "computes something else"
+                return text if self._is_faithful(sizes, is_random) else None
+        return found
+
+    def _are_poor(self, sizes: _Sizes) -> bool:
+        """Return whether an input shows little: floats that are all the same, or integers that are 0."""
+        inputs = self._at(sizes, sizes, is_random=False)
+        flat = [value.flatten() for value in inputs if isinstance(value, torch.Tensor)]
+        return any(torch.all(value == value[:1]) if _is_float(value) else not value.any() for value in flat)
 
     @functools.cached_property
     def _filling(self) -> dict[str, torch.Tensor] | None:
         return filling(self._view, self._view.tensors)
 
     @functools.cached_property
-    def _is_faithful(self) -> bool:
-        """Whether the program computes what the model does where nothing is cut: not with dropout, for example."""
-        inputs = list(self._at({}, is_random=False))
-        eager, graph = (self._call(call, inputs) for call in (self._of_model, self._of_program))
-        return isinstance(eager, list) and isinstance(graph, list) and are_close(eager, graph)
+    def _runs(self) -> bool:
+        return isinstance(self._call(self._of_program, list(self._at({}, {}, is_random=False))), list)
 
-    def _at(self, sizes: _Sizes, is_random: bool) -> Iterator[Any]:
-        """Yield the sample inputs, cut to sizes.
+    def _is_faithful(self, sizes: _Sizes, is_random: bool) -> bool:
+        """Return whether the program computes what the model does where nothing is cut, and the model always the same.
 
-        Integers may count or index what is cut: those that are not cut themselves become zeros, which is never too
-        much. is_random: floats become random numbers, as samples of zeros show little.
+        It does not where the model asks whether it is exported, for example.
+        """
+        # as it is, with the zeros of a trial, and the trial once more
+        ways: list[tuple[_Sizes, _Sizes]] = [({}, {}), ({}, sizes), (sizes, sizes)]
+        inputs = [list(self._at(values, cut, is_random)) for values, cut in ways]
+        graphs = [self._call(self._of_program, values) for values in inputs[:2]]
+        eager = [self._call(self._of_model, values) for values in (*inputs, inputs[2])]
+        both_fail = isinstance(graphs[1], Exception) and isinstance(eager[1], Exception)
+        is_same_again = isinstance(eager[2], Exception) or _agree(eager[2], eager[3])
+        return _agree(eager[0], graphs[0]) and (both_fail or _agree(eager[1], graphs[1])) and is_same_again
+
+    def _at(self, sizes: _Sizes, cut: Collection[sympy.Symbol], is_random: bool) -> Iterator[Any]:
+        """Yield the sample inputs with other sizes.
+
+        Integers may count or index what is `cut`: those that are not cut themselves become zeros, which is never too
+        much. is_random: floats become random numbers, and integers that are all 0 become 1.
         """
         generator = torch.Generator().manual_seed(0)
         like: Any
@@ -286,7 +314,7 @@ class _Trial:
                 yield value
             else:
                 shape = [self._cases.at(size, sizes) for size in like.shape]
-                is_whole = not sizes or any(sizes.keys() & _symbols(size) for size in like.shape)
+                is_whole = not cut or any(set(cut) & _symbols(size) for size in like.shape)
                 yield _resized(value, shape, is_whole, is_random, generator)
 
     def _call(self, function: Callable[[list[Any]], list[Any]], inputs: list[Any]) -> list[Any] | Exception:
@@ -325,18 +353,28 @@ class _Trial:
         return [*outputs, *(state[name] for name in self._state)]
 
 
+def _agree(one: list[Any] | Exception, other: list[Any] | Exception) -> bool:
+    return isinstance(one, list) and isinstance(other, list) and are_close(one, other)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 def _resized(
     value: torch.Tensor, shape: list[int], is_whole: bool, is_random: bool, generator: torch.Generator
 ) -> torch.Tensor:
-    is_larger = any(new > old for new, old in zip(shape, value.shape, strict=True))
-    if value.is_floating_point() and (is_random or is_larger or is_fake(value)):
+    """Return a tensor cut to a shape, or repeated up to it."""
+    if _is_float(value) and (is_random or is_fake(value)):
         return torch.rand(shape, generator=generator).to(value.dtype)
-    is_integer = not value.is_floating_point() and not value.is_complex() and value.dtype is not torch.bool
-    if is_larger or is_fake(value) or (is_integer and not is_whole):
+    is_integer = not value.dtype.is_floating_point and not value.is_complex() and value.dtype is not torch.bool
+    if is_fake(value) or (is_integer and not is_whole) or 0 in value.shape:
         return torch.zeros(shape, dtype=value.dtype)
+    if is_random and is_integer and not value.any():
+        return torch.ones(shape, dtype=value.dtype)
     for axis, size in enumerate(shape):
-        value = value.narrow(axis, 0, size)
-    return value.detach().clone(memory_format=torch.contiguous_format)
+        value = value.index_select(axis, torch.arange(size) % value.shape[axis])
+    return value.detach().contiguous()
 
 
 def _is_raised_in_python(error: Exception) -> bool:

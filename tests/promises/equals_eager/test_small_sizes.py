@@ -61,6 +61,9 @@ ASKING: dict[str, tuple[Callable[[Any, torch.Tensor], Any], int]] = {
     "an error": (checked, 2),
     "a check": (asserted, 1),
     "a norm in training": (lambda m, x: m.norm(x) * m.w, 2),
+    "a part's size": (lambda m, x: x.sum(0) / len(x[:2]) * m.w, 2),
+    "a part without elements": (lambda m, x: x.sum(0) * m.w if x[:1].numel() else -m.w, 1),
+    "dimensions that are left": (lambda m, x: x.sum(0) * m.w if x.squeeze().dim() == 2 else -m.w, 2),
     "a random mask": (lambda m, x: torch.dropout(x, 0.5, True) * m.w if x.shape[0] > 1 else -m.w, 2),
 }
 # what asks, and computes the same in both branches
@@ -105,7 +108,7 @@ def test_a_size_that_computes_something_else_is_refused(name: str, sample: torch
     eager = model(act)
     for less in range(least):
         shapes = ({0: Dim("rows", min=less, max=LARGEST)},)
-        with pytest.raises(CaptureError, match=rf"asks for a size\. With x\.shape\[0\] = {least - 1}.*Dim min={least}"):
+        with pytest.raises(CaptureError, match=rf"With x\.shape\[0\] = {least - 1}.*Dim min={least}"):
             export(eager, (sample,), out=tmp_path / "a", dynamic_shapes=shapes)
     artifact = export(eager, (sample,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows", min=least, max=LARGEST)},))
     served = loaded(artifact, tmp_path, eager)
@@ -156,6 +159,13 @@ class Ragged(nn.Module):
         return sums if lengths.shape[0] * ids.shape[0] > 0 else sums + self.empty
 
 
+def test_ids_that_are_all_zero_are_not_enough(tmp_path: Path) -> None:
+    eager = Does(lambda m, ids: m.table(ids).sum(0) if ids.shape[0] > 1 else torch.zeros(3))
+    eager.table = nn.Embedding(5, 3, padding_idx=0)
+    with pytest.raises(CaptureError, match="Dim min=2"):
+        export(eager, (torch.zeros(6, dtype=torch.int64),), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows")},))
+
+
 def test_rows_that_count_what_is_cut(tmp_path: Path) -> None:
     features = {"lengths": torch.tensor([2, 0, 3]), "ids": torch.tensor([1, 3, 0, 2, 2])}
     shapes = ({"lengths": {0: Dim("rows", max=50)}, "ids": {0: Dim("ids", max=50)}},)
@@ -169,21 +179,30 @@ def test_rows_that_count_what_is_cut(tmp_path: Path) -> None:
             assert torch.equal(served(given), eager(given))
 
 
-def test_two_sizes_together(tmp_path: Path) -> None:
-    class Two(nn.Module):
+TOGETHER: dict[str, tuple[Callable[[int, int, int], Any], tuple[int, int, int], str]] = {
+    "a sum": (lambda a, b, _: a + b > 3, (1, 1, 2), r"x\.shape\[0\] = 1, y\.shape\[0\] = 2"),
+    "a sum above a range's end": (lambda a, b, _: a + b > 4, (1, 3, 2), r"x\.shape\[0\] = 1, y\.shape\[0\] = 3"),
+    "a difference": (lambda a, b, _: b - a < 9, (1, 2, 2), r"x\.shape\[0\] = 1, y\.shape\[0\] = 10"),
+    "any of three": (lambda a, b, c: a > 1 or b > 1 or c > 1, (1, 1, 1), r"(, )?[xyz]\.shape\[0\] = 1){3}"),
+    "the largest of three": (lambda a, b, c: max(a, b, c) > 1, (1, 1, 1), r"(, )?[xyz]\.shape\[0\] = 1){3}"),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_several_sizes_together(name: str, tmp_path: Path) -> None:
+    asks, least, refused = TOGETHER[name]
+
+    class Three(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.w = nn.Parameter(torch.ones(3))
 
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return x.sum(0) * self.w + y.sum(0) if x.shape[0] + y.shape[0] > 3 else self.w
+        def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+            return self.w + x.sum(0) if asks(x.shape[0], y.shape[0], z.shape[0]) else -self.w
 
-    def shapes(least: int) -> Any:
-        return {"x": {0: Dim("a", min=1)}, "y": {0: Dim("b", min=least)}}
-
-    with pytest.raises(CaptureError, match=r"With x\.shape\[0\] = 1, y\.shape\[0\] = 2.*Dim min=2"):
-        export(Two(), (X, X[:4]), out=tmp_path / "a", dynamic_shapes=shapes(1))
-    export(Two(), (X, X[:4]), out=tmp_path / "a", dynamic_shapes=shapes(3))
+    shapes = {key: {0: Dim(f"of_{key}", min=size, max=10)} for key, size in zip("xyz", least, strict=True)}
+    with pytest.raises(CaptureError, match=f"With {'(' if '{3}' in refused else ''}{refused}.*Dim min=2"):
+        export(Three(), (X, X[:4], X[:5]), out=tmp_path / "a", dynamic_shapes=shapes)
 
 
 def test_what_cannot_be_tried_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
