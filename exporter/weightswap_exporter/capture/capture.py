@@ -133,9 +133,10 @@ def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywor
     if any(side_effects) and is_read_later(root, (args, kwargs), program, mutated, side_effects):
         raise CaptureError(_problem_of(*side_effects))
     doubts = stale_constants(view, (args, kwargs), program, mutated)
-    doubts += check_small_sizes(view, (args, kwargs), program, mutated, questions)
+    assigned = _shapes(root, args, kwargs, shapes)
+    doubts += check_small_sizes(view, (args, kwargs), program, mutated, questions, assigned)
     parameters = inspect.signature(root.forward)
-    return Captured(program, parameters, keywords, _shapes(root, args, kwargs, shapes), mutated, side_effects, doubts)
+    return Captured(program, parameters, keywords, assigned, mutated, side_effects, doubts)
 
 
 def _shapes(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> list[Any]:

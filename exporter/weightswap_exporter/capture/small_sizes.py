@@ -12,7 +12,8 @@ import dis
 import functools
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import combinations, product
 from pathlib import Path
@@ -27,16 +28,17 @@ from torch.export.dynamic_shapes import _combine_args
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Interpreter
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightswap_exporter.modules.stand_ins import first_line
+from weightswap_exporter.modules.stand_ins import first_line, tied
 from weightswap_exporter.modules.tensors import ModelView, is_fake, tie_key
 from weightswap_runtime.errors import CaptureError
 
-from .programs import graph_inputs
+from .programs import graph_inputs, memory
 from .trials import are_close, filling, in_a_trial
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent.parent)
+_OURS = Path(__file__).parent.parent
 # parts of torch whose questions decide what eager calls compute; others ask while a call is traced
 _PARTS = {"nn", "functional.py", "_tensor.py", "distributions", "signal", "nested", "ao"}
 # where a question passes on its way: modes of torch.export see sym_max, which they have in place of max
@@ -49,18 +51,27 @@ _QUESTIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 _TOGETHER = 3  # sizes that are changed together
 _LARGEST = 1 << 12  # size that is tried
+_patching = threading.RLock()  # of torch's classes
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _ADVICE = "servers refuse calls with less; or compute what is right for all sizes, without asking"
 
+_OTHERWISE = (
+    "with the sample inputs, the model computes something else than the graph that torch has captured. It may ask "
+    "whether it is exported (torch.compiler.is_exporting()), or whether a size is an int (isinstance(n, int)), which "
+    "dynamic ones are not during the capture. Compute the same in both cases"
+)
+
 Questions = dict[tuple[Callable[[Any, Any], Any], Any, Any], str]  # comparison and its two sides: where it is asked
 _Sizes = dict[sympy.Symbol, int]
+_Way = tuple[dict[str, torch.Tensor], bool]  # weights and state to call with, and whether inputs are random, too
+_Returned = list[Any] | Exception | SystemExit
 
 
 @contextmanager
 def questions_about_sizes() -> Iterator[Questions]:
     """Note the comparisons of dynamic sizes, in code that decides what a call computes, in the block."""
     questions: Questions = {}
-    with ExitStack() as stack:
+    with _patching, ExitStack() as stack:
         for kind in (torch.SymInt, torch.SymFloat):
             for name, compare in _QUESTIONS.items():
                 noting = _noting(getattr(kind, name), compare, questions)
@@ -109,24 +120,33 @@ def _part_of_torch(file: str) -> str:
 @functools.cache
 def _decides(file: str) -> bool:
     part = _part_of_torch(file)
-    return part.partition("/")[0] in _PARTS if part else not file.startswith(_OURS)
+    return part.partition("/")[0] in _PARTS if part else not Path(file).is_relative_to(_OURS)
 
 
 def check_small_sizes(
-    view: ModelView, inputs: Any, program: ExportedProgram, mutated: Collection[str], questions: Questions
+    view: ModelView,
+    inputs: Any,
+    program: ExportedProgram,
+    mutated: Collection[str],
+    questions: Questions,
+    shapes: Sequence[Any],
 ) -> list[str]:
     """Return texts about small sizes of which it is unknown what the model computes.
 
     Raises CaptureError where it computes something else than the program. inputs: args and kwargs of the capture.
-    mutated: buffers that a call changes.
+    mutated: buffers that a call changes. shapes: what `dynamic_shapes` has for each flat input.
     """
     cases = _Cases(program)
+    if not cases.captured:
+        return []
     trial = _Trial(view, inputs, program, mutated, cases)
+    if trial.differs_as_it_is:
+        return [_OTHERWISE]
     texts = []
     for sizes, where in cases.of(questions):
         asks = f"{where} asks for a size. " if where else ""
-        named = trial.named(sizes)
-        advice = f"Give its Dim min={1 + max(size for size in sizes.values() if size < 2)}, and {_ADVICE}"
+        named, least = trial.named(sizes, shapes)
+        advice = f"Give its Dim min={least}, and {_ADVICE}"
         problem = trial.problem(sizes)
         if problem:
             raise CaptureError(
@@ -161,8 +181,6 @@ class _Cases:
 
     def of(self, questions: Questions) -> Iterator[tuple[_Sizes, str]]:
         """Yield sizes by symbol, the largest first, with the place of the first question about them or an empty one."""
-        if not self._range:
-            return
         found: dict[tuple[tuple[sympy.Symbol, int], ...], str] = {}
         for (compare, *sides), where in questions.items():
             for sizes in self._other_answers(compare, *map(self._environment.replace, sides)):
@@ -228,7 +246,10 @@ def _symbols(size: Any) -> set[sympy.Symbol]:
 
 
 class _Trial:
-    """Calls of a model and of its program with inputs of other sizes."""
+    """Calls of a model and of its program: with the sample inputs and its own weights, and with random numbers.
+
+    The samples may be zeros, and so may be the state and weights at the export: they would show little.
+    """
 
     def __init__(
         self, view: ModelView, inputs: Any, program: ExportedProgram, mutated: Collection[str], cases: _Cases
@@ -236,68 +257,67 @@ class _Trial:
         self._view, self._program, self._cases = view, program, cases
         self._state = sorted(mutated)
         args, kwargs = inputs
-        named = _combine_args(view.model, args, kwargs)
-        paths = (path for path, _ in pytree.tree_leaves_with_path(named))
-        self._names = [str(getattr(path[0], "key", "")) + pytree.keystr(path[1:]) for path in paths]
+        # in the order of the signature, unlike the inputs
+        paths = pytree.tree_leaves_with_path(_combine_args(view.model, args, kwargs))
+        names = {id(value): str(getattr(path[0], "key", "")) + pytree.keystr(path[1:]) for path, value in paths}
         self._inputs, self._spec = pytree.tree_flatten(inputs)
+        self._names = [names[id(value)] for value in self._inputs]
+        hollow = [name for name, tensor in view.tensors.items() if is_fake(tensor)]
+        changing = [name for name in (*view.parameters, *mutated) if view.tensors[name].is_floating_point()]
+        weights = (filling(view, hollow), filling(view, {*hollow, *changing}))
+        self._ways = [(tensors, bool(number)) for number, tensors in enumerate(weights) if tensors is not None]
+        self._as_it_is = self._both({}, {}, self._ways[0]) if self._ways else None
 
-    def named(self, sizes: _Sizes) -> str:
-        """Return a text such as `x.shape[0] = 1`."""
-        texts: dict[sympy.Symbol, str] = {}
-        for name, value in zip(self._names, self._cases.values, strict=True):
+    @property
+    def differs_as_it_is(self) -> bool:
+        """Whether a call with the sample inputs, and nothing changed, shows a difference."""
+        if self._as_it_is is None or any(not isinstance(returned, list) for returned in self._as_it_is):
+            return False
+        return not _agree(*self._as_it_is)
+
+    def named(self, sizes: _Sizes, shapes: Sequence[Any]) -> tuple[str, int]:
+        """Return a text such as `x.shape[0] = 1`, and the least size that is larger than those below 2."""
+        found: dict[sympy.Symbol, tuple[bool, str, int]] = {}
+        for name, value, shape in zip(self._names, self._cases.values, shapes, strict=True):
             for axis, size in enumerate(_sizes(value)):
                 label = f"{name}.shape[{axis}]" if isinstance(value, torch.Tensor) else name
+                dims = dict(shape.items() if isinstance(shape, Mapping) else enumerate(shape or ()))
+                is_derived = hasattr(dims.get(axis), "root")
                 for symbol in sizes.keys() & _symbols(size):
-                    texts.setdefault(symbol, f"{label} = {self._cases.at(size, sizes)}")
-        return ", ".join(texts.values())
+                    at = self._cases.at(size, sizes)
+                    if symbol not in found or (found[symbol][0] and not is_derived):
+                        found[symbol] = is_derived, f"{label} = {at}", at
+        small = [at for symbol, (_, _, at) in found.items() if sizes[symbol] < 2]
+        return ", ".join(text for _, text, _ in found.values()), 1 + max(small)
 
     def problem(self, sizes: _Sizes) -> str | None:
         """Return what the model does that its program does not; empty if both do the same, None if that is unknown."""
-        if self._filling is None:
+        if self._as_it_is is None or not isinstance(self._as_it_is[1], list):
             return None
-        found: str | None = ""
-        for is_random in (False, True) if self._are_poor(sizes) else (False,):
-            inputs = list(self._at(sizes, sizes, is_random))
-            graph = self._call(self._of_program, inputs)
-            if isinstance(graph, Exception):  # which no caller takes for an answer
-                if not self._runs:
-                    return None
+        for way in self._ways:
+            eager, graph = self._both(sizes, sizes, way)
+            # no caller takes an error of the graph for an answer; one of the model's operators may be due to the inputs
+            if not isinstance(graph, list) or _agree(eager, graph) or _is_of_an_operator(eager):
                 continue
-            eager = self._call(self._of_model, inputs)
-            if isinstance(eager, Exception) and not _is_raised_in_python(eager):
-                found = None  # an operator raises it, which may not like these inputs
-            elif not _agree(eager, graph):
-                text = f"raises {first_line(eager)}" if isinstance(eager, Exception) else "computes something else"
-                return text if self._is_faithful(sizes, is_random) else None
-        return found
+            text = "computes something else" if isinstance(eager, list) else f"raises {first_line(eager)}"
+            return text if self._is_faithful(sizes, way) else None
+        return ""
 
-    def _are_poor(self, sizes: _Sizes) -> bool:
-        """Return whether an input shows little: floats that are all the same, or integers that are 0."""
-        inputs = self._at(sizes, sizes, is_random=False)
-        flat = [value.flatten() for value in inputs if isinstance(value, torch.Tensor)]
-        return any(torch.all(value == value[:1]) if _is_float(value) else not value.any() for value in flat)
-
-    @functools.cached_property
-    def _filling(self) -> dict[str, torch.Tensor] | None:
-        return filling(self._view, self._view.tensors)
-
-    @functools.cached_property
-    def _runs(self) -> bool:
-        return isinstance(self._call(self._of_program, list(self._at({}, {}, is_random=False))), list)
-
-    def _is_faithful(self, sizes: _Sizes, is_random: bool) -> bool:
+    def _is_faithful(self, sizes: _Sizes, way: _Way) -> bool:
         """Return whether the program computes what the model does where nothing is cut, and the model always the same.
 
-        It does not where the model asks whether it is exported, for example.
+        It may not with the zeros that a trial has instead of integers, and random numbers.
         """
-        # as it is, with the zeros of a trial, and the trial once more
-        ways: list[tuple[_Sizes, _Sizes]] = [({}, {}), ({}, sizes), (sizes, sizes)]
-        inputs = [list(self._at(values, cut, is_random)) for values, cut in ways]
-        graphs = [self._call(self._of_program, values) for values in inputs[:2]]
-        eager = [self._call(self._of_model, values) for values in (*inputs, inputs[2])]
-        both_fail = isinstance(graphs[1], Exception) and isinstance(eager[1], Exception)
-        is_same_again = isinstance(eager[2], Exception) or _agree(eager[2], eager[3])
-        return _agree(eager[0], graphs[0]) and (both_fail or _agree(eager[1], graphs[1])) and is_same_again
+        eager, graph = self._both({}, sizes, way)
+        both_fail = not isinstance(eager, list) and not isinstance(graph, list)
+        (first, _), (second, _) = (self._both(sizes, sizes, way) for _ in range(2))
+        return (both_fail or _agree(eager, graph)) and (not isinstance(first, list) or _agree(first, second))
+
+    def _both(self, sizes: _Sizes, cut: Collection[sympy.Symbol], way: _Way) -> tuple[_Returned, _Returned]:
+        """Return what the model returns for inputs of these sizes, and what its program does."""
+        weights, is_random = way
+        inputs = list(self._at(sizes, cut, is_random))
+        return self._call(self._of_model, inputs, weights), self._call(self._of_program, inputs, weights)
 
     def _at(self, sizes: _Sizes, cut: Collection[sympy.Symbol], is_random: bool) -> Iterator[Any]:
         """Yield the sample inputs with other sizes.
@@ -317,13 +337,20 @@ class _Trial:
                 is_whole = not cut or any(set(cut) & _symbols(size) for size in like.shape)
                 yield _resized(value, shape, is_whole, is_random, generator)
 
-    def _call(self, function: Callable[[list[Any]], list[Any]], inputs: list[Any]) -> list[Any] | Exception:
+    def _call(
+        self, function: Callable[[list[Any]], list[Any]], inputs: list[Any], weights: Mapping[str, torch.Tensor]
+    ) -> _Returned:
         own = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
-        buffers = {name: value.detach().clone() for name, value in self._view.buffers.items()}
-        with in_a_trial(self._view, {**buffers, **(self._filling or {})}):
+        buffers = tied(self._view, {name: value.detach().clone() for name, value in self._view.buffers.items()})
+        for name in buffers.keys() & weights.keys():
+            buffers[name].copy_(weights[name])
+        kept = memory([tensor for name, tensor in self._view.tensors.items() if name not in buffers])
+        writes: Any = _NoWrites(kept)  # torch has no types for it
+        with in_a_trial(self._view, {**weights, **buffers}):
             try:
-                returned = function(own)
-            except Exception as error:
+                with writes:
+                    returned = function(own)
+            except (Exception, SystemExit) as error:
                 return error
             return [value.clone() if isinstance(value, torch.Tensor) else value for value in returned]
 
@@ -331,7 +358,8 @@ class _Trial:
         args, kwargs = pytree.tree_unflatten(inputs, self._spec)
         returned = self._view.model(*args, **kwargs)
         now = ModelView(self._view.model).tensors
-        return [*pytree.tree_leaves(returned), *(now[name] for name in self._state)]
+        leaves, spec = pytree.tree_flatten(returned)
+        return [spec, *leaves, *(now[name] for name in self._state)]
 
     def _of_program(self, inputs: list[Any]) -> list[Any]:
         program, signature = self._program, self._program.graph_signature
@@ -350,10 +378,30 @@ class _Trial:
         returned = Interpreter(program.graph_module).run(*values)
         pairs = zip(returned, signature.output_specs, strict=True)
         outputs = [value for value, spec in pairs if spec.kind is OutputKind.USER_OUTPUT]
-        return [*outputs, *(state[name] for name in self._state)]
+        return [program.call_spec.out_spec, *outputs, *(state[name] for name in self._state)]
 
 
-def _agree(one: list[Any] | Exception, other: list[Any] | Exception) -> bool:
+class _NoWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Check that a call does not change what it would leave changed: weights are those of the user's model."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: set[int]) -> None:
+        """kept: storages."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
+            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | named
+            written = [given.get(item.name) for item in func._schema.arguments if item.is_write]
+            if memory(written) & self._kept:
+                raise CaptureError("it changes a weight")
+        return func(*args, **named)
+
+
+def _agree(one: _Returned, other: _Returned) -> bool:
     return isinstance(one, list) and isinstance(other, list) and are_close(one, other)
 
 
@@ -373,13 +421,14 @@ def _resized(
     if is_random and is_integer and not value.any():
         return torch.ones(shape, dtype=value.dtype)
     for axis, size in enumerate(shape):
-        value = value.index_select(axis, torch.arange(size) % value.shape[axis])
+        old = value.shape[axis]
+        value = value.narrow(axis, 0, size) if size <= old else value.index_select(axis, torch.arange(size) % old)
     return value.detach().contiguous()
 
 
-def _is_raised_in_python(error: Exception) -> bool:
-    """Return whether an error comes from a `raise` or an `assert`, as where a model checks its inputs."""
-    last = error.__traceback__
+def _is_of_an_operator(returned: _Returned) -> bool:
+    """Return whether a call has failed other than by a `raise` or an `assert`, as where a model checks its inputs."""
+    last = None if isinstance(returned, list) else returned.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
+    return last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] != _RAISE

@@ -177,11 +177,15 @@ class _Trials:
     @functools.cached_property
     def _filling(self) -> dict[str, torch.Tensor] | None:
         """Values for the parameters of a skeleton; None if it is too large for a trial."""
-        return filling(self._view, self._weights)
+        return filling(self._view, self._hollow)
+
+    @property
+    def _hollow(self) -> list[str]:
+        return [name for name, value in self._weights.items() if is_fake(value)]
 
     def _other_weights(self) -> Mapping[str, torch.Tensor]:
         real = {name: _others(value) for name, value in self._weights.items() if not is_fake(value)}
-        return tied(self._view, real) | (filling(self._view, self._weights, SECOND) or {})
+        return tied(self._view, real) | (filling(self._view, self._hollow, SECOND) or {})
 
     def _run(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weightswap_exporter.modules.stand_ins import install, restored, tied
-from weightswap_exporter.modules.tensors import ModelView, is_fake
+from weightswap_exporter.modules.tensors import ModelView
 from weightswap_runtime.torch_tensors import tensor_bytes
 
 _MOST_FILLED = 4 << 30  # bytes of numbers for a skeleton's parameters, of which those of one shape share theirs
@@ -31,19 +31,19 @@ def in_a_trial(view: ModelView, tensors: Mapping[str, torch.Tensor]) -> Iterator
 
 
 def filling(view: ModelView, names: Iterable[str], seed: int = FIRST) -> dict[str, torch.Tensor] | None:
-    """Return values for those of the named tensors that have none, as a skeleton's parameters; None if they are huge.
+    """Return random numbers for the named tensors, which may have none, as a skeleton's; None if they are huge.
 
-    Random numbers: around 1 in vectors, which scale, and around 0 in matrices, so that no layer makes all the same.
-    Tensors of one shape share them: a skeleton is exported where a model of its size may not fit.
+    They are around 1 in vectors, which scale, and around 0 in matrices, so that no layer makes all the same. Tensors of
+    one shape share them: a skeleton is exported where a model of its size may not fit.
     """
-    hollow = {name: view.tensors[name] for name in names if is_fake(view.tensors[name])}
-    like = {(tensor.dtype, tuple(tensor.shape)): tensor for tensor in hollow.values()}
+    tensors = {name: view.tensors[name] for name in names}
+    like = {(tensor.dtype, tuple(tensor.shape)): tensor for tensor in tensors.values()}
     if sum(tensor.nbytes for tensor in like.values()) > _MOST_FILLED:
         return None
     generator = torch.Generator().manual_seed(seed)
     numbers = {key: _random_like(tensor, generator) for key, tensor in like.items()}
     # a view for each: one tensor would tie them
-    return tied(view, {name: numbers[tensor.dtype, tuple(tensor.shape)].detach() for name, tensor in hollow.items()})
+    return tied(view, {name: numbers[tensor.dtype, tuple(tensor.shape)].detach() for name, tensor in tensors.items()})
 
 
 def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -60,17 +60,27 @@ def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
 
 
 def are_close(one: list[Any], other: list[Any]) -> bool:
-    """Return whether what two calls have returned differs by no more than rounding."""
+    """Return whether what two calls have returned differs by no more than rounding.
+
+    What is computed in another order, or was prepared in advance, rounds otherwise: floats may differ by the root of
+    their dtype's precision, in relation to the largest.
+    """
     return len(one) == len(other) and all(map(_is_close, one, other))
 
 
 def _is_close(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return bool(one == other)
-    if (one.dtype, one.shape) != (other.dtype, other.shape) or not one.is_floating_point():
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if one.is_complex():
+        return _is_close(torch.view_as_real(one), torch.view_as_real(other))
+    if not one.is_floating_point():
         return bool(bits(one) == bits(other))
-    # what was prepared in advance, such as a product of two weights, rounds otherwise than the call itself
-    return torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-4, equal_nan=True)
+    wide, finite = one.double(), one.double().nan_to_num(0, 0, 0)
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    tolerance = torch.finfo(one.dtype).eps ** 0.5 * largest
+    return torch.allclose(wide, other.double(), rtol=0, atol=tolerance, equal_nan=True)
 
 
 def bits(value: Any) -> Any:

@@ -158,6 +158,17 @@ def test_whoever_writes_to_a_buffer_itself_names_it(name: str, monkeypatch: pyte
     assert mutated_buffers(program) == expected
 
 
+def test_a_module_that_is_called_twice_in_one_call_has_one_state(tmp_path: Path) -> None:
+    part = does(lambda m, x: x + m.state.add_(1) * m.weight)
+    eager = nn.Sequential(part, part).eval()
+    model = served(tmp_path, eager, X)
+    assert [row.names for row in model.artifact.manifest.state] == [("0.state", "1.state")]
+    context = model.new_context()
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(model(X, context=context), eager(X))
+
+
 def test_a_write_that_torch_does_not_see_is_refused_after_others() -> None:
     program = program_of(lambda m, x: SECRET["unsafe_split"](m, m.state.add_(x)))
     with pytest.raises(CaptureError, match="which may be a view"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,11 @@ ASKING: dict[str, tuple[Callable[[Any, torch.Tensor], Any], int]] = {
     "a part's size": (lambda m, x: x.sum(0) / len(x[:2]) * m.w, 2),
     "a part without elements": (lambda m, x: x.sum(0) * m.w if x[:1].numel() else -m.w, 1),
     "dimensions that are left": (lambda m, x: x.sum(0) * m.w if x.squeeze().dim() == 2 else -m.w, 2),
+    "nearly the same": (lambda m, x: x * m.w if x.shape[0] > 1 else x * m.w * 1.002, 2),
+    "weights that are still zero": (lambda m, x: x * m.zero.sum() if x.shape[0] > 1 else x * m.zero.prod(), 2),
+    "state that is still zero": (lambda m, x: x + (m.calls.add_(1) if x.shape[0] > 1 else m.calls.mul_(2).add_(1)), 2),
+    "other keys": (lambda m, x: {"a" if x.shape[0] > 1 else "b": x * m.w}, 2),
+    "a write to a weight": (lambda m, x: x * (m.w if x.shape[0] > 1 else m.w.data.mul_(1)), 2),
     "a random mask": (lambda m, x: torch.dropout(x, 0.5, True) * m.w if x.shape[0] > 1 else -m.w, 2),
 }
 # what asks, and computes the same in both branches
@@ -85,6 +91,7 @@ def model(act: Callable[[Any, torch.Tensor], Any]) -> nn.Module:
         calls=calls,
         mix=nn.Linear(3, 3),
         s=nn.Parameter(torch.ones(())),
+        zero=nn.Parameter(torch.zeros(2)),
     )
 
 
@@ -129,8 +136,10 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in eager.state_dict().items()}
     state = torch.get_rng_state()
     export(eager, (X,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows", min=2)},))
-    with pytest.raises(CaptureError):
-        export(eager, (X,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows")},))
+    for act in (counted, lambda m, x: x * m.w if x.shape[0] > 1 else m.w.data.mul_(2)):
+        eager.act = act
+        with pytest.raises(CaptureError):
+            export(eager, (X,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows")},))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in eager.state_dict().items())
 
@@ -157,6 +166,17 @@ class Ragged(nn.Module):
         rows = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths, output_size=ids.shape[0])
         sums = torch.zeros(lengths.shape[0]).index_add(0, rows, self.w[ids])
         return sums if lengths.shape[0] * ids.shape[0] > 0 else sums + self.empty
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.bool, torch.uint8], ids=str
+)
+def test_inputs_of_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    eager = model(lambda m, x: x.float().sum(0) * m.w if x.shape[0] > 1 else -m.w)
+    if dtype is torch.complex64:
+        eager.act = lambda m, x: x.abs().sum(0) * m.w if x.shape[0] > 1 else -m.w
+    with pytest.raises(CaptureError, match="Dim min=2"):
+        export(eager, (X.to(dtype),), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows")},))
 
 
 def test_ids_that_are_all_zero_are_not_enough(tmp_path: Path) -> None:
@@ -205,14 +225,49 @@ def test_several_sizes_together(name: str, tmp_path: Path) -> None:
         export(Three(), (X, X[:4], X[:5]), out=tmp_path / "a", dynamic_shapes=shapes)
 
 
+def test_names_and_sizes_in_the_advice(tmp_path: Path) -> None:
+    """Keyword arguments in another order than the signature's; a derived dimension below the one to change."""
+
+    class Named(nn.Module):
+        def forward(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return x + a.sum(0) if b.shape[0] > 1 else x
+
+    given = {"b": X, "a": X[:4]}
+    with pytest.raises(CaptureError, match=r"With b\.shape\[0\] = 1"):
+        export(Named(), (X[0],), given, out=tmp_path / "a", dynamic_shapes=(None, {0: Dim("of_a")}, {0: Dim("of_b")}))
+    rows = Dim("rows", min=2, max=LARGEST)
+    shapes = (None, {0: rows}, {0: rows - 1})
+    with pytest.raises(CaptureError, match=r"With a\.shape\[0\] = 2.*Dim min=3"):
+        export(Named(), (X[0], X, X[:5]), out=tmp_path / "a", dynamic_shapes=shapes)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_model_that_checks_its_inputs_is_not_refused_for_those_of_a_trial(asks: bool, tmp_path: Path) -> None:
+    class Divides(nn.Module):
+        def forward(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_exporting() and (by < 1).any():
+                raise ValueError("not positive")
+            return x / by.sum() if asks and x.shape[0] > 1 else x / by.sum() + 0
+
+    with pytest.warns(UserWarning, match="could not be tried") if asks else nullcontext():
+        export(Divides(), (X, torch.tensor([1, 2])), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows")}, None))
+
+
+OTHERWISE: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "exported": lambda m, x: x * m.w * (2 if torch.compiler.is_exporting() else 1),
+    "an int": lambda m, x: x * m.w if isinstance(x.shape[0], int) else -x * m.w,
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_graph_that_is_not_the_model_is_a_warning(name: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="with the sample inputs, the model computes something else than the graph"):
+        export(model(OTHERWISE[name]), (X,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows")},))
+
+
 def test_what_cannot_be_tried_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph of a model that asks whether it is exported need not compute what calls do."""
-    shapes = ({0: Dim("rows")},)
-    otherwise = model(lambda m, x: x * m.w * (2 if torch.compiler.is_exporting() else 1) if x.shape[0] > 1 else x)
-    with pytest.warns(UserWarning, match=r"with x\.shape\[0\] = 1.*could not be tried.*Dim min=2"):
-        export(otherwise, (X,), out=tmp_path / "a", dynamic_shapes=shapes)
     monkeypatch.setattr(trials, "_MOST_FILLED", 1)
     with skeleton():
         large = model(ASKING["none"][0])
     with pytest.warns(UserWarning, match=r"x\.shape\[0\] = 0.*could not be tried.*Dim min=1"):
-        export(large, (X,), out=tmp_path / "a", dynamic_shapes=shapes)
+        export(large, (X,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows")},))
