@@ -14,7 +14,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import combinations, product
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ from unittest import mock
 
 import sympy
 import torch
+from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 from torch.export.dynamic_shapes import _combine_args
 from torch.export.graph_signature import InputKind, OutputKind
@@ -34,7 +35,7 @@ from weightswap_exporter.modules.stand_ins import first_line, tied
 from weightswap_exporter.modules.tensors import ModelView, is_fake, tie_key
 from weightswap_runtime.errors import CaptureError
 
-from .programs import graph_inputs, memory
+from .programs import graph_inputs, graphs, memory
 from .trials import are_close, filling, in_a_trial
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -187,7 +188,7 @@ class _Cases:
                 found.setdefault(tuple(sizes.items()), where)
         every = [{symbol: size} for symbol in self._range for size in (0, 1)]
         every += [{symbol: 1 for symbol, (least, _) in self._range.items() if least < 2}]
-        for sizes in filter(self._are_accepted, every):
+        for sizes in filter(self._are_accepted, filter(None, every)):
             found.setdefault(tuple(sizes.items()), "")
         for case in sorted(found, key=lambda case: [-size for _, size in case]):
             yield dict(case), found[case]
@@ -222,10 +223,15 @@ class _Cases:
 
     def _are_accepted(self, sizes: _Sizes) -> bool:
         every = {**self.captured, **sizes}
-        guards = (self._environment.replace(guard.expr).xreplace(every) for guard in self._environment.guards)
         in_range = all(self._range[symbol][0] <= size <= self._range[symbol][1] for symbol, size in sizes.items())
-        exist = all(self.at(size, sizes) >= 0 for value in self.values for size in _sizes(value))
-        return min(sizes.values(), default=2) < 2 and in_range and exist and sympy.false not in guards
+        if not in_range or min(sizes.values()) > 1:
+            return False
+        try:
+            guards = [self._environment.replace(guard.expr).xreplace(every) for guard in self._environment.guards]
+            exist = all(self.at(size, sizes) >= 0 for value in self.values for size in _sizes(value))
+        except ZeroDivisionError:  # a guard that divides by a size
+            return False
+        return exist and sympy.false not in guards
 
     def at(self, size: Any, sizes: _Sizes) -> int:
         """Return a size of an input where some symbols have these sizes, and others those of the capture."""
@@ -256,6 +262,9 @@ class _Trial:
     ) -> None:
         self._view, self._program, self._cases = view, program, cases
         self._state = sorted(mutated)
+        targets = (node.target for module in graphs(program) for node in module.graph.nodes)
+        # such as torch.cond, which torch compiles in eager calls, and not within a mode
+        self._branches = any(isinstance(target, HigherOrderOperator) for target in targets)
         args, kwargs = inputs
         # in the order of the signature, unlike the inputs
         paths = pytree.tree_leaves_with_path(_combine_args(view.model, args, kwargs))
@@ -345,7 +354,7 @@ class _Trial:
         for name in buffers.keys() & weights.keys():
             buffers[name].copy_(weights[name])
         kept = memory([tensor for name, tensor in self._view.tensors.items() if name not in buffers])
-        writes: Any = _NoWrites(kept)  # torch has no types for it
+        writes: Any = nullcontext() if self._branches else _NoWrites(kept)
         with in_a_trial(self._view, {**weights, **buffers}):
             try:
                 with writes:
