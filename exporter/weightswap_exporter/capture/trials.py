@@ -77,10 +77,11 @@ def _is_close(one: Any, other: Any) -> bool:
         return _is_close(torch.view_as_real(one), torch.view_as_real(other))
     if not one.is_floating_point():
         return bool(bits(one) == bits(other))
-    wide, finite = one.double(), one.double().nan_to_num(0, 0, 0)
+    wide = one.detach().double()
+    finite = wide.nan_to_num(0, 0, 0)
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     tolerance = torch.finfo(one.dtype).eps ** 0.5 * largest
-    return torch.allclose(wide, other.double(), rtol=0, atol=tolerance, equal_nan=True)
+    return torch.allclose(wide, other.detach().double(), rtol=0, atol=tolerance, equal_nan=True)
 
 
 def bits(value: Any) -> Any:
