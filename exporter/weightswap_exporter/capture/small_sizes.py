@@ -29,14 +29,13 @@ from torch.export.dynamic_shapes import _combine_args
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Interpreter
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightswap_exporter.modules.stand_ins import first_line, tied
 from weightswap_exporter.modules.tensors import ModelView, is_fake, tie_key
 from weightswap_runtime.errors import CaptureError
 
 from .programs import graph_inputs, graphs, memory
-from .trials import are_close, filling, in_a_trial
+from .trials import WritesChecked, are_close, filling, in_a_trial
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = Path(__file__).parent.parent
@@ -354,7 +353,12 @@ class _Trial:
         for name in buffers.keys() & weights.keys():
             buffers[name].copy_(weights[name])
         kept = memory([tensor for name, tensor in self._view.tensors.items() if name not in buffers])
-        writes: Any = nullcontext() if self._branches else _NoWrites(kept)
+
+        def check(values: list[Any], _: object) -> None:
+            if memory(values) & kept:  # the user's model would be left changed
+                raise CaptureError("it changes a weight")
+
+        writes: Any = nullcontext() if self._branches else WritesChecked(check)
         with in_a_trial(self._view, {**weights, **buffers}):
             try:
                 with writes:
@@ -388,26 +392,6 @@ class _Trial:
         pairs = zip(returned, signature.output_specs, strict=True)
         outputs = [value for value, spec in pairs if spec.kind is OutputKind.USER_OUTPUT]
         return [program.call_spec.out_spec, *outputs, *(state[name] for name in self._state)]
-
-
-class _NoWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Check that a call does not change what it would leave changed: weights are those of the user's model."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, kept: set[int]) -> None:
-        """kept: storages."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
-            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | named
-            written = [given.get(item.name) for item in func._schema.arguments if item.is_write]
-            if memory(written) & self._kept:
-                raise CaptureError("it changes a weight")
-        return func(*args, **named)
 
 
 def _agree(one: _Returned, other: _Returned) -> bool:

@@ -19,7 +19,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightswap_exporter.modules.stand_ins import (
     Unrecordable,
@@ -34,6 +33,8 @@ from weightswap_exporter.modules.stand_ins import (
 )
 from weightswap_exporter.modules.tensors import Kind, ModelView, describe_kind, parts_of, put_together
 from weightswap_runtime.errors import CaptureError
+
+from .trials import WritesChecked
 
 Load = Callable[[nn.Module, dict[str, Any]], object]
 CheckpointTensors = Mapping[str, Any]
@@ -189,25 +190,13 @@ def _mutates(node: Node) -> bool:
 @contextmanager
 def _watched() -> Iterator[None]:
     """Raise Unrecordable in the block for operations that `make_fx` would lose, or would run on real tensors."""
-    writes: Any = _Writes  # torch has no types for it
-    with writes(), mock.patch.object(torch.Tensor, "data", property(_data.__get__, _assign_data), create=True):
+    writes: Any = WritesChecked(_check_written)  # torch has no types for it
+    with writes, mock.patch.object(torch.Tensor, "data", property(_data.__get__, _assign_data), create=True):
         yield
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Check of writes: a tensor kept by the model or a hook is real, and the tracer would change it."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        if func._schema.is_mutable:
-            for position, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[position] if position < len(args) else named.get(argument.name)
-                    _check_written(value if isinstance(value, list | tuple) else [value], func)
-        return func(*args, **named)
-
-
-def _check_written(values: Any, func: object) -> None:
+def _check_written(values: list[Any], func: object) -> None:
+    """Raise Unrecordable for a write to a tensor that the model or a hook keeps: the tracer would change it."""
     parts = [part for value in values if isinstance(value, torch.Tensor) for part in parts_of("", value).values()]
     if not all(isinstance(part, FakeTensor) for part in parts):
         raise Unrecordable(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightswap_exporter.modules.stand_ins import install, restored, tied
 from weightswap_exporter.modules.tensors import ModelView
@@ -28,6 +29,23 @@ def in_a_trial(view: ModelView, tensors: Mapping[str, torch.Tensor]) -> Iterator
         torch.manual_seed(0)
         install(view, tensors)
         yield
+
+
+class WritesChecked(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode in which `check(values, operator)` sees what operators are about to write to, and may raise."""
+
+    def __init__(self, check: Callable[[list[Any], object], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._check = check
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func._schema.is_mutable:
+            for position, argument in enumerate(func._schema.arguments):
+                if argument.is_write:
+                    value = args[position] if position < len(args) else named.get(argument.name)
+                    self._check(list(value) if isinstance(value, list | tuple) else [value], func)
+        return func(*args, **named)
 
 
 def filling(view: ModelView, names: Iterable[str], seed: int = FIRST) -> dict[str, torch.Tensor] | None:
