@@ -14,16 +14,15 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import combinations, product
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import sympy
 import torch
-from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 from torch.export.dynamic_shapes import _combine_args
 from torch.export.graph_signature import InputKind, OutputKind
@@ -34,8 +33,8 @@ from weightswap_exporter.modules.stand_ins import first_line, tied
 from weightswap_exporter.modules.tensors import ModelView, is_fake, tie_key
 from weightswap_runtime.errors import CaptureError
 
-from .programs import graph_inputs, graphs, memory
-from .trials import WritesChecked, are_close, filling, in_a_trial
+from .programs import graph_inputs, memory
+from .trials import are_close, filling, has_fractions, in_a_trial, other_integers
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = Path(__file__).parent.parent
@@ -63,7 +62,8 @@ _OTHERWISE = (
 
 Questions = dict[tuple[Callable[[Any, Any], Any], Any, Any], str]  # comparison and its two sides: where it is asked
 _Sizes = dict[sympy.Symbol, int]
-_Way = tuple[dict[str, torch.Tensor], bool]  # weights and state to call with, and whether inputs are random, too
+_Random = Literal["none", "fractions", "masks"]
+_Way = tuple[dict[str, torch.Tensor], _Random]  # weights and state to call with, and which inputs are random
 _Returned = list[Any] | Exception | SystemExit
 
 
@@ -261,20 +261,28 @@ class _Trial:
     ) -> None:
         self._view, self._program, self._cases = view, program, cases
         self._state = sorted(mutated)
-        targets = (node.target for module in graphs(program) for node in module.graph.nodes)
-        # such as torch.cond, which torch compiles in eager calls, and not within a mode
-        self._branches = any(isinstance(target, HigherOrderOperator) for target in targets)
         args, kwargs = inputs
         # in the order of the signature, unlike the inputs
         paths = pytree.tree_leaves_with_path(_combine_args(view.model, args, kwargs))
         names = {id(value): str(getattr(path[0], "key", "")) + pytree.keystr(path[1:]) for path, value in paths}
         self._inputs, self._spec = pytree.tree_flatten(inputs)
         self._names = [names[id(value)] for value in self._inputs]
-        hollow = [name for name, tensor in view.tensors.items() if is_fake(tensor)]
-        changing = [name for name in (*view.parameters, *mutated) if view.tensors[name].is_floating_point()]
-        weights = (filling(view, hollow), filling(view, {*hollow, *changing}))
-        self._ways = [(tensors, bool(number)) for number, tensors in enumerate(weights) if tensors is not None]
+        self._ways = list(self._all_ways())
         self._as_it_is = self._both({}, {}, self._ways[0]) if self._ways else None
+
+    def _all_ways(self) -> Iterator[_Way]:
+        view = self._view
+        hollow = {name for name, tensor in view.tensors.items() if is_fake(tensor)}
+        weights = {name: view.tensors[name] for name in (*view.parameters, *view.saved_names, *self._state)}
+        changing = {name for name, tensor in weights.items() if has_fractions(tensor)}
+        if (own := filling(view, hollow)) is not None:
+            yield own, "none"
+        if (random := filling(view, hollow | changing)) is None:
+            return
+        integers = {name: other_integers(weights[name]) for name in weights.keys() - changing - hollow}
+        ways: list[_Way] = [({**random, **tied(view, integers)}, "masks"), (random, "masks"), (random, "fractions")]
+        # the model may not accept other integers
+        yield next((way for way in ways if isinstance(self._both({}, {}, way)[0], list)), ways[-1])
 
     @property
     def differs_as_it_is(self) -> bool:
@@ -323,15 +331,16 @@ class _Trial:
 
     def _both(self, sizes: _Sizes, cut: Collection[sympy.Symbol], way: _Way) -> tuple[_Returned, _Returned]:
         """Return what the model returns for inputs of these sizes, and what its program does."""
-        weights, is_random = way
-        inputs = list(self._at(sizes, cut, is_random))
+        weights, random = way
+        inputs = list(self._at(sizes, cut, random))
         return self._call(self._of_model, inputs, weights), self._call(self._of_program, inputs, weights)
 
-    def _at(self, sizes: _Sizes, cut: Collection[sympy.Symbol], is_random: bool) -> Iterator[Any]:
+    def _at(self, sizes: _Sizes, cut: Collection[sympy.Symbol], random: _Random) -> Iterator[Any]:
         """Yield the sample inputs with other sizes.
 
         Integers may count or index what is `cut`: those that are not cut themselves become zeros, which is never too
-        much. is_random: floats become random numbers, and integers that are all 0 become 1.
+        much. random: "fractions" become random numbers, and integers that are all 0 become 1; with "masks", every
+        other one of bools, and of integers that are 0 or 1, is inverted, too.
         """
         generator = torch.Generator().manual_seed(0)
         like: Any
@@ -343,7 +352,7 @@ class _Trial:
             else:
                 shape = [self._cases.at(size, sizes) for size in like.shape]
                 is_whole = not cut or any(set(cut) & _symbols(size) for size in like.shape)
-                yield _resized(value, shape, is_whole, is_random, generator)
+                yield _resized(value, shape, is_whole, random, generator)
 
     def _call(
         self, function: Callable[[list[Any]], list[Any]], inputs: list[Any], weights: Mapping[str, torch.Tensor]
@@ -353,18 +362,13 @@ class _Trial:
         for name in buffers.keys() & weights.keys():
             buffers[name].copy_(weights[name])
         kept = memory([tensor for name, tensor in self._view.tensors.items() if name not in buffers])
-
-        def check(values: list[Any], _: object) -> None:
-            if memory(values) & kept:  # the user's model would be left changed
-                raise CaptureError("it changes a weight")
-
-        writes: Any = nullcontext() if self._branches else WritesChecked(check)
-        with in_a_trial(self._view, {**weights, **buffers}):
+        with in_a_trial(self._view, {**weights, **buffers}, self._program) as written:
             try:
-                with writes:
-                    returned = function(own)
+                returned = function(own)
             except (Exception, SystemExit) as error:
                 return error
+            if written & kept:
+                return CaptureError("it changes a weight")
             return [value.clone() if isinstance(value, torch.Tensor) else value for value in returned]
 
     def _of_model(self, inputs: list[Any]) -> list[Any]:
@@ -398,25 +402,28 @@ def _agree(one: _Returned, other: _Returned) -> bool:
     return isinstance(one, list) and isinstance(other, list) and are_close(one, other)
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
 def _resized(
-    value: torch.Tensor, shape: list[int], is_whole: bool, is_random: bool, generator: torch.Generator
+    value: torch.Tensor, shape: list[int], is_whole: bool, random: _Random, generator: torch.Generator
 ) -> torch.Tensor:
     """Return a tensor cut to a shape, or repeated up to it."""
-    if _is_float(value) and (is_random or is_fake(value)):
-        return torch.rand(shape, generator=generator).to(value.dtype)
-    is_integer = not value.dtype.is_floating_point and not value.is_complex() and value.dtype is not torch.bool
-    if is_fake(value) or (is_integer and not is_whole) or 0 in value.shape:
+    is_hollow = is_fake(value)
+    if has_fractions(value) and (random != "none" or is_hollow):
+        single = torch.complex64 if value.is_complex() else torch.float32
+        return torch.rand(shape, generator=generator, dtype=single).to(value.dtype)
+    is_integer = not has_fractions(value) and value.dtype is not torch.bool
+    if is_hollow or (is_integer and not is_whole) or 0 in value.shape:
         return torch.zeros(shape, dtype=value.dtype)
-    if is_random and is_integer and not value.any():
+    is_mask = not has_fractions(value) and torch.equal(value, value.bool().to(value.dtype))
+    if random == "fractions" and is_integer and not value.any():
         return torch.ones(shape, dtype=value.dtype)
     for axis, size in enumerate(shape):
         old = value.shape[axis]
         value = value.narrow(axis, 0, size) if size <= old else value.index_select(axis, torch.arange(size) % old)
-    return value.detach().contiguous()
+    value = value.detach().clone(memory_format=torch.contiguous_format)
+    if random == "masks" and is_mask:
+        some = value.flatten()[::2]
+        some.copy_(some.logical_not())
+    return value
 
 
 def _is_of_an_operator(returned: _Returned) -> bool:

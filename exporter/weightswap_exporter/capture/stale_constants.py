@@ -28,7 +28,7 @@ from weightswap_exporter.modules.tensors import ModelView, is_fake
 from weightswap_runtime.errors import CaptureError, listed
 
 from .programs import graph_inputs, memory
-from .trials import SECOND, are_close, bits, filling, in_a_trial
+from .trials import SECOND, are_close, bits, filling, has_fractions, in_a_trial, other_integers
 
 _ABSENT = object()
 _NO_PLACES = {*vars(nn.Module()), INITIALIZED}
@@ -54,7 +54,7 @@ def stale_constants(view: ModelView, inputs: Any, program: ExportedProgram, muta
     state = (tensor for name, tensor in view.tensors.items() if name in mutated)
     changing = {item for tensor in (*weights.values(), *state) for item in memory(tensor)}
     constants = _constants(program, {*changing, *(key[0] for key, _ in replaced_by(view))})
-    trials = _Trials(view, inputs, weights, {item for _, value in constants.values() for item in memory(value)})
+    trials = _Trials(view, inputs, weights, program, constants)
     places = list(trials.places())
     # the places of each class and name together: one module may read the cache that another fills
     groups: dict[Any, list[_Place]] = {}
@@ -111,10 +111,15 @@ class _Trials:
     """Calls of a model whose caches have been emptied."""
 
     def __init__(
-        self, view: ModelView, inputs: Any, weights: Mapping[str, torch.Tensor], storages: Collection[int]
+        self,
+        view: ModelView,
+        inputs: Any,
+        weights: Mapping[str, torch.Tensor],
+        program: ExportedProgram,
+        constants: _Constants,
     ) -> None:
-        """storages: those of the program's constants."""
-        self._view, self._inputs, self._weights, self._storages = view, inputs, weights, set(storages)
+        self._view, self._inputs, self._weights, self._program = view, inputs, weights, program
+        self._storages = memory([value for _, value in constants.values()])
 
     def places(self) -> Iterator[_Place]:
         """Yield what holds constants, or numbers that nobody has written down."""
@@ -152,7 +157,7 @@ class _Trials:
                 if not flag and self._stands_in(places, filled, empty):
                     return suspects
                 continue
-            refilled = self._run(places, self._other_weights(), empty, flag)
+            refilled = self._run_otherwise(places, empty, flag)
             if refilled is None:
                 continue
             paths = [path for path, value in filled.left.items() if refilled.left.get(path) != value]
@@ -170,8 +175,7 @@ class _Trials:
         now = self._run(places, {}, _unchanged)
         if now is None or not are_close(now.returned, without.returned):
             return False
-        others = self._other_weights()
-        later, later_without = self._run(places, others, _unchanged), self._run(places, others, empty)
+        later, later_without = self._run_otherwise(places, _unchanged), self._run_otherwise(places, empty)
         return later is not None and later_without is not None and not are_close(later.returned, later_without.returned)
 
     @functools.cached_property
@@ -183,9 +187,18 @@ class _Trials:
     def _hollow(self) -> list[str]:
         return [name for name, value in self._weights.items() if is_fake(value)]
 
-    def _other_weights(self) -> Mapping[str, torch.Tensor]:
-        real = {name: _others(value) for name, value in self._weights.items() if not is_fake(value)}
-        return tied(self._view, real) | (filling(self._view, self._hollow, SECOND) or {})
+    def _run_otherwise(
+        self, places: list[_Place], change: Callable[[Any], Any] | None, flag: str = ""
+    ) -> _Trial | None:
+        """Call the model with other weights; those that are integers stay as they are if the call fails with others."""
+        real = {name: value for name, value in self._weights.items() if not is_fake(value)}
+        others = {name: _others(value) for name, value in real.items() if has_fractions(value)}
+        integers = {name: other_integers(real[name]) for name in real.keys() - others.keys()}
+        hollow = filling(self._view, self._hollow, SECOND) or {}
+        for weights in (others | integers, others):
+            if trial := self._run(places, tied(self._view, weights) | hollow, change, flag):
+                return trial
+        return None
 
     def _run(
         self,
@@ -205,7 +218,7 @@ class _Trials:
         paths = [(place, path) for place in places for path, value in place.values() if self._is_suspect(value)]
         if self._filling is None:
             return None
-        with in_a_trial(self._view, {**buffers, **self._filling, **tensors}):
+        with in_a_trial(self._view, {**buffers, **self._filling, **tensors}, self._program):
             copies: dict[int, Any] = {}
             for place in places:
                 value = _changed(place.owner[place.key], change, copies) if change else None
@@ -217,9 +230,10 @@ class _Trials:
                 returned = root(*args, **kwargs)
             except Exception:  # it was no cache
                 return None
+            returned = pytree.tree_leaves(pytree.tree_map_only(torch.Tensor, torch.clone, returned))
             left = {place.path + path: bits(dict(place.values()).get(path)) for place, path in paths}
         left = {path: value for path, value in left.items() if value is not None}
-        return _Trial(left, pytree.tree_leaves(pytree.tree_map_only(torch.Tensor, torch.clone, returned)))
+        return _Trial(left, returned)
 
     def _none(self, value: Any) -> Any:
         return None if self._is_suspect(value) else value
@@ -294,10 +308,10 @@ def _put(owner: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _others(value: torch.Tensor) -> torch.Tensor:
-    """Return other values of a weight; the same for integers, which may be indices."""
-    if not value.is_floating_point() and not value.is_complex():
-        return value.detach()
-    wide = value.detach().to(torch.promote_types(value.dtype, torch.float32))
+    """Return other values of a weight that has fractions."""
+    # torch promotes no dtypes of one byte
+    single = torch.float32 if value.itemsize == 1 else torch.promote_types(value.dtype, torch.float32)
+    wide = value.detach().to(single)
     random = torch.rand(value.shape, generator=torch.Generator().manual_seed(SECOND))
     return (wide * (1 + random) + random / 8).to(value.dtype)
 

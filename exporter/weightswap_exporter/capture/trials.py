@@ -4,31 +4,53 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightswap_exporter.modules.stand_ins import install, restored, tied
-from weightswap_exporter.modules.tensors import ModelView
+from weightswap_exporter.modules.tensors import ModelView, is_composed, is_fake, parts_of
 from weightswap_runtime.torch_tensors import tensor_bytes
+
+from .programs import graphs
 
 _MOST_FILLED = 4 << 30  # bytes of numbers for a skeleton's parameters, of which those of one shape share theirs
 FIRST, SECOND = 7_062_013, 7_062_014  # seeds; the weights themselves are not likely to come from them
 
 
 @contextmanager
-def in_a_trial(view: ModelView, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def in_a_trial(view: ModelView, tensors: Mapping[str, torch.Tensor], program: ExportedProgram) -> Iterator[set[int]]:
     """Give a model other parameters and buffers, by FQN, in the block, whose end restores it and all attributes.
 
-    The block runs without gradients and warnings, and with the same random numbers each time.
+    The block runs without gradients and warnings, and with the same random numbers each time. What it writes to memory
+    from before it is undone at its end: a trial may take ways that no call takes. Yields the storages of that memory.
+    program: of the model; where that has branches of torch.cond, parameters are copied instead.
     """
+    copies = {}
+    # torch compiles them in eager calls, and not within a mode
+    if branches := _has_branches(program):
+        real = {name: value for name, value in view.parameters.items() if not is_fake(value)}
+        copies = tied(view, {name: value.detach().clone() for name, value in real.items()})
+    undoing = _WritesUndone(view)
     with restored(view.model), torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        install(view, tensors)
-        yield
+        install(view, {**copies, **tensors})
+        try:
+            with nullcontext() if branches else undoing:
+                yield undoing.written
+        finally:
+            undoing.undo()
+
+
+def _has_branches(program: ExportedProgram) -> bool:
+    targets = (node.target for module in graphs(program) for node in module.graph.nodes)
+    return any(isinstance(target, HigherOrderOperator) for target in targets)
 
 
 class WritesChecked(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -48,6 +70,45 @@ class WritesChecked(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **named)
 
 
+class _WritesUndone(WritesChecked):  # type: ignore[no-untyped-call]
+    """Mode that keeps what is in older memory before operators write to it, for `undo`."""
+
+    def __init__(self, view: ModelView) -> None:
+        super().__init__(self._keep)
+        self.written: set[int] = set()
+        self._new: set[int] = set()
+        self._kept: list[tuple[Any, Any]] = []
+        # an assignment of `.data`, which is no operator, changes a parameter that the user has
+        self._data = [(tensor, tensor.detach()) for tensor in view.tensors.values() if not is_composed(tensor)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = super().__torch_dispatch__(func, types, args, kwargs)
+        if not any(each.alias_info for each in func._schema.returns):
+            self._new |= _storages(returned)
+        return returned
+
+    def _keep(self, values: list[Any], _: object) -> None:
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        for part in (part for tensor in tensors for part in parts_of("", tensor).values() if not is_fake(part)):
+            storage = part.untyped_storage()
+            if storage._cdata not in self._new | self.written:
+                self.written.add(storage._cdata)
+                self._kept.append((storage, storage.clone()))  # type: ignore[no-untyped-call]
+
+    def undo(self) -> None:
+        for storage, content in self._kept:
+            storage.copy_(content)
+        for tensor, before in self._data:
+            if _storages(tensor) != _storages(before) or tensor.shape != before.shape:
+                tensor.data = before
+
+
+def _storages(value: Any) -> set[int]:
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    parts = [part for tensor in tensors for part in parts_of("", tensor).values()]
+    return {part.untyped_storage()._cdata for part in parts}
+
+
 def filling(view: ModelView, names: Iterable[str], seed: int = FIRST) -> dict[str, torch.Tensor] | None:
     """Return random numbers for the named tensors, which may have none, as a skeleton's; None if they are huge.
 
@@ -64,10 +125,23 @@ def filling(view: ModelView, names: Iterable[str], seed: int = FIRST) -> dict[st
     return tied(view, {name: numbers[tensor.dtype, tuple(tensor.shape)].detach() for name, tensor in tensors.items()})
 
 
+def has_fractions(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def other_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an integer or bool tensor in another order, as integers may be indices; all alike: other ones."""
+    if tensor.dtype is torch.bool:
+        return ~tensor.detach()
+    rolled = tensor.detach().flatten().roll(1).view(tensor.shape)
+    return rolled + 1 if torch.equal(rolled, tensor) else rolled
+
+
 def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    if not tensor.is_floating_point():
+    if not has_fractions(tensor):
         return torch.ones(tensor.shape, dtype=tensor.dtype)
-    dtype = torch.float32 if tensor.itemsize == 1 else tensor.dtype
+    single = torch.complex64 if tensor.is_complex() else torch.float32
+    dtype = single if tensor.dtype is torch.complex32 or tensor.itemsize == 1 else tensor.dtype
     numbers = torch.rand(tensor.shape, generator=generator, dtype=dtype)
     if tensor.dim() < 2:
         numbers += 0.5

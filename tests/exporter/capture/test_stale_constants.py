@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -171,6 +172,13 @@ class Sentinel(Scaled):
         return self.cache
 
 
+def coded(code: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Return a module that keeps what it reads from a weight that has no fractions."""
+    model = Attribute(lambda module: read(module.code))
+    model.register_buffer("code", code)
+    return model
+
+
 def two_layers() -> nn.Module:
     """Return two modules, of which one fills the cache that the other reads."""
 
@@ -195,6 +203,20 @@ CACHES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "cached_property": (Property, r"self\.doubled"),
     "buffer": (LateBuffer, r"self\.late"),
     "integers": (lambda: Attribute(lambda module: module.computed().argsort()), r"self\.cache"),
+    "of packed numbers": (
+        lambda: coded(torch.arange(16).to(torch.uint8), lambda code: (code & 7) - 3.5),
+        r"self\.cache",
+    ),
+    "of integers that are alike": (
+        lambda: coded(torch.zeros(16).to(torch.int8), lambda code: code + 0.5),
+        r"self\.cache",
+    ),
+    "of bools": (lambda: coded(torch.zeros(16, dtype=torch.bool), lambda code: ~code * 1.0), r"self\.cache"),
+    "of an order": (lambda: coded(torch.arange(16).flip(0), lambda code: code.argsort() + 0.5), r"self\.cache"),
+    "of small numbers": (
+        lambda: coded(torch.ones(16).to(torch.float8_e5m2), lambda code: code.float()),
+        r"self\.cache",
+    ),
     "number": (lambda: Attribute(lambda module: 1 / module.weight.abs().max().item()), r"self\.cache"),
     "with a flag": (Flagged, r"self\.cache"),
     "buffer with a flag": (FlaggedBuffer, r"self\.late"),
@@ -481,3 +503,47 @@ def test_a_parametrisation_that_torch_has_computed_before_is_none(tmp_path: Path
         artifact = export(first, (X,), out=tmp_path / "a")
         assert first.weight is kept
     assert equal(loaded(artifact, tmp_path, second)(X), second(X))
+
+
+class Optional(nn.Module):
+    """Does `act` only where an attribute says so; beside a constant, for which the attribute is inverted in a trial."""
+
+    def __init__(self, act: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.rand(16)), nn.Parameter(torch.rand(16))
+        self.register_buffer("shift", torch.rand(16))
+        self.register_buffer("order", torch.arange(16).flip(0).roll(3), persistent=False)
+        self.scale = torch.rand(16)
+        self.enabled, self.act = False, act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.enabled:
+            self.act(self)
+        return x * self.weight[self.order] * self.scale + self.shift
+
+
+def _reassign(module: Any) -> None:
+    module.weight.data = module.weight.data * 2
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(lambda module: module.weight.data.clamp_(-0.1, 0.1), id="a weight is clipped"),
+        pytest.param(lambda module: module.weight[2:5].data.view(3).zero_(), id="a part"),
+        pytest.param(lambda module: module.weight.data.lerp_(module.other, 0.5), id="an average"),
+        pytest.param(lambda module: module.shift.zero_(), id="a buffer"),
+        pytest.param(lambda module: module.order.copy_(module.order.roll(1)), id="a constant"),
+        pytest.param(lambda module: torch.add(module.scale, 1, out=module.scale), id="an attribute"),
+        pytest.param(_reassign, id="its data"),
+    ],
+)
+def test_what_a_trial_writes_is_undone(act: Callable[[Any], object], tmp_path: Path) -> None:
+    eager = Optional(act)
+    weight, data = eager.weight, eager.weight.data_ptr()
+    before = copy.deepcopy(eager)
+    artifact = export(eager, (X,), out=tmp_path / "a")
+    assert (eager.weight is weight, weight.data_ptr()) == (True, data)
+    for name, value in [*before.named_parameters(), *before.named_buffers(), ("scale", before.scale)]:
+        assert equal(getattr(eager, name), value)
+    assert equal(loaded(artifact, tmp_path, eager)(X), before(X))

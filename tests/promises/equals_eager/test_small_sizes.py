@@ -67,6 +67,10 @@ ASKING: dict[str, tuple[Callable[[Any, torch.Tensor], Any], int]] = {
     "dimensions that are left": (lambda m, x: x.sum(0) * m.w if x.squeeze().dim() == 2 else -m.w, 2),
     "nearly the same": (lambda m, x: x * m.w if x.shape[0] > 1 else x * m.w * 1.002, 2),
     "weights that are still zero": (lambda m, x: x * m.zero.sum() if x.shape[0] > 1 else x * m.zero.prod(), 2),
+    "a buffer that is still zero": (lambda m, x: x * m.w if x.shape[0] > 1 else x * m.w + m.shift, 2),
+    "a flag that is still false": (lambda m, x: x * m.w if x.shape[0] > 1 else (x * m.w).masked_fill(m.flag, 1), 2),
+    "a complex weight that is still zero": (lambda m, x: x * m.w * (m.phase.abs() if x.shape[0] < 2 else 0), 2),
+    "integers that are still zero": (lambda m, x: x * m.w if x.shape[0] > 1 else x * m.w + m.code, 2),
     "state that is still zero": (lambda m, x: x + (m.calls.add_(1) if x.shape[0] > 1 else m.calls.mul_(2).add_(1)), 2),
     "other keys": (lambda m, x: {"a" if x.shape[0] > 1 else "b": x * m.w}, 2),
     "a write to a weight": (lambda m, x: x * (m.w if x.shape[0] > 1 else m.w.data.mul_(1)), 2),
@@ -92,6 +96,10 @@ def model(act: Callable[[Any, torch.Tensor], Any]) -> nn.Module:
         mix=nn.Linear(3, 3),
         s=nn.Parameter(torch.ones(())),
         zero=nn.Parameter(torch.zeros(2)),
+        shift=nn.Buffer(torch.zeros(3)),
+        flag=nn.Buffer(torch.zeros(3, dtype=torch.bool)),
+        phase=nn.Parameter(torch.zeros(3, dtype=torch.complex64)),
+        code=nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False),
     )
 
 
@@ -152,6 +160,18 @@ def test_skeletons_are_tried_with_random_numbers(name: str, tmp_path: Path) -> N
     with pytest.raises(CaptureError, match=f"Dim min={least}"):
         export(eager, (X,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows")},))
     export(eager, (X,), out=tmp_path / "a", dynamic_shapes=({0: Dim("rows", min=least)},))
+
+
+@pytest.mark.parametrize("mask", [torch.ones, torch.zeros], ids=["ones", "zeros"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.complex64], ids=str)
+def test_masks_are_tried_with_other_values(mask: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    def act(m: Any, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, mask = given
+        return x * m.w * (1 if x.shape[0] > 1 else 1 + mask.to(torch.complex64).abs()[:, None])
+
+    shapes = (({0: (rows := Dim("rows", min=1, max=LARGEST))}, {0: rows}),)
+    with pytest.raises(CaptureError, match="Dim min=2"):
+        export(model(act), ((X, mask(len(X), dtype=dtype)),), out=tmp_path / "a", dynamic_shapes=shapes)
 
 
 class Ragged(nn.Module):
