@@ -35,7 +35,7 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.format.canonical import StampedFile, canonical_order, new_weight_file
 from weightswap_runtime.format.identity import Counts, Nonfinite, count_nonfinite, newly_nonfinite
-from weightswap_runtime.format.manifest import Manifest, NamedTensor
+from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, NamedTensor
 from weightswap_runtime.format.names import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key, patterns, tied_names
 from weightswap_runtime.format.safetensors import TensorRow, label_problem
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
@@ -182,6 +182,8 @@ def pack_checkpoint(
     manifest = artifact.manifest
     weights = MatchedWeights.find(checkpoint, artifact, dtype)
     _check_other(out, {values.file for values in weights.level.tensors.values()})
+    if isinstance(artifact.path, Path):
+        _check_other(out, (artifact.path / name for name in (MANIFEST_NAME, *manifest.files)), "a file of the artifact")
     weights.check()
     counts: dict[str, Counts] = {}
     writing = new_weight_file(
@@ -250,10 +252,10 @@ def _check_name(path: Path) -> Path:
     return path
 
 
-def _check_other(out: Path, files: Iterable[Path | None]) -> None:
-    """Raise CheckpointError if the weight file would replace a file of the checkpoint."""
+def _check_other(out: Path, files: Iterable[Path | None], what: str = "the checkpoint") -> None:
+    """Raise CheckpointError if the weight file would replace one of these files."""
     if is_file(out) and any(file is not None and is_file(file) and out.samefile(file) for file in files):
-        raise CheckpointError(f"{out}: the weight file would replace the checkpoint; give another name")
+        raise CheckpointError(f"{out}: the weight file would replace {what}; give another name")
 
 
 def _check_graph(checkpoint: Checkpoint, artifact: Artifact) -> None:

@@ -21,7 +21,7 @@ from weightswap_runtime.sources.arriving import Arriving, Receive
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url
 from weightswap_runtime.sources.memory import MemorySource
-from weightswap_runtime.tensors import TensorBytes, difference, same_type
+from weightswap_runtime.tensors import TensorBytes, as_float64, describe, difference, has_fractions, same_type
 
 from .golden_check import default_tolerance
 
@@ -319,26 +319,47 @@ def check_constants(weights: object, artifact: Artifact) -> None:
 def constant_problems(module: nn.Module, artifact: Artifact) -> list[str]:
     """Return how a module's constants, such as buffers that are not persistent, differ from the artifact's.
 
-    One of another type is what a cast changes, or a table that has grown, and no problem; nor is one whose values are
-    not here.
+    A table that has grown is no problem, nor is a value that is not here. One of another dtype is what a cast changes,
+    which is wanted if weights are cast, too.
     """
     values = artifact.constants() if artifact.manifest.constants else {}
-    problems = []
+    problems, rounded = [], []
     for row in artifact.manifest.constants:
-        value: Any = module
-        for name in row.name.rpartition("/")[2].split("."):  # METHOD/NAME for literals and plain attributes
-            value = getattr(value, name, None)
         try:
-            source = MemorySource(row.name, value)
+            source = _source_at(module, row.name)
         except ValueError:  # a number, or a tensor without values
             continue
-        if same_type(source.type, row):
-            content = memoryview(bytearray(source.size))
-            source.read_into([content], 0)
-            found = TensorBytes(row.dtype, row.shape, content)
-            text = difference(values[row.name], found, default_tolerance(row.dtype))
-            problems += [f"{row.name}, which is a constant of the graph{text}"] if text else []
-    return problems
+        if source.type.shape != row.shape:
+            continue
+        content = memoryview(bytearray(source.size))
+        source.read_into([content], 0)
+        found, expected = TensorBytes(source.type.dtype, row.shape, content), values[row.name]
+        text = f"{row.name}, which is a constant of the graph"
+        if same_type(found, expected):
+            said = difference(expected, found, default_tolerance(row.dtype))
+            problems += [f"{text}{said}"] if said else []
+        elif has_fractions(found.dtype) and not np.array_equal(as_float64(found), as_float64(expected), equal_nan=True):
+            rounded.append(f"{text}: expected {describe(expected)}, found other values in {found.dtype}")
+    return problems + (rounded if rounded and not _is_cast(module, artifact) else [])
+
+
+def _is_cast(module: nn.Module, artifact: Artifact) -> bool:
+    """Return whether a weight of the module has another dtype than in the artifact."""
+    for row in artifact.manifest.weights:
+        try:
+            if _source_at(module, row.name).type.dtype != row.dtype:
+                return True
+        except ValueError:  # of another kind, or missing: others say so
+            continue
+    return False
+
+
+def _source_at(module: nn.Module, name: str) -> MemorySource:
+    """Return the value of a module under a name of the manifest: METHOD/NAME for literals and plain attributes."""
+    value: Any = module
+    for part in name.rpartition("/")[2].split("."):
+        value = getattr(value, part, None)
+    return MemorySource(name, value)
 
 
 def stored(source: MemorySource) -> StoredTensor:

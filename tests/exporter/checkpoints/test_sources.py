@@ -519,6 +519,15 @@ def test_a_weight_file_does_not_take_the_place_of_its_checkpoint(form: str, rena
     assert out.read_bytes() == before
 
 
+def test_a_weight_file_does_not_take_the_place_of_a_file_of_its_artifact(renamed: Artifact, tmp_path: Path) -> None:
+    copied = Artifact.open(shutil.copytree(renamed.folder, tmp_path / "a"))
+    for name in ("manifest.json", *renamed.manifest.files):
+        with pytest.raises(CheckpointError, match="would replace a file of the artifact"):
+            pack(Renamed(), copied, out=copied.folder / name)
+    copied.verify()
+    pack(Renamed(), copied, out=copied.folder / "weights.safetensors")
+
+
 def test_ties_of_a_file_are_known_without_reading_it_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Everything().eval()
     artifact = export(model, (torch.zeros(2, 1, 5, 5),), out=tmp_path / "a.artifact")

@@ -16,6 +16,7 @@ from torch.nn.functional import normalize
 
 from tests.support.models import Does
 from tests.support.refusals import because
+from tests.support.setups import equal
 from weightswap_exporter import export, pack, publish, skeleton
 from weightswap_runtime import (
     Artifact,
@@ -123,6 +124,40 @@ def test_a_module_with_other_constants_than_the_artifact_is_refused_wherever_it_
                     give()
     assert torch.equal(served(X), same(X))
     assert not (tmp_path / "published").exists()
+
+
+class Rotating(nn.Module):
+    """Has weights of half precision, and frequencies that a conversion of the whole module rounds."""
+
+    def __init__(self, frequency: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).to(torch.bfloat16)
+        self.register_buffer("frequency", torch.full((4,), frequency), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * 1000 * self.frequency).cos()
+
+
+@pytest.mark.parametrize("frequency", [1 / 3, 0.5])
+def test_a_conversion_that_rounds_constants_alone_is_refused(frequency: float, tmp_path: Path) -> None:
+    x = torch.rand(2, 4).to(torch.bfloat16)
+    eager = seeded(1, lambda: Rotating(frequency))
+    artifact = export(eager, (x,), out=tmp_path / "a")
+    served, rounded = load(artifact, eager), seeded(2, lambda: Rotating(frequency)).to(torch.bfloat16)
+    if frequency == 0.5:  # nothing is rounded
+        served.swap(rounded)
+        assert equal(served(x).bfloat16(), rounded(x))
+        return
+    says = r"frequency, which is a constant of the graph: expected F32\[4\], found other values in BF16"
+    with pytest.raises(WeightsMismatch, match=says):
+        served.swap(rounded)
+    with pytest.raises(CheckpointError, match=says):
+        pack(rounded, artifact, out=tmp_path / "v.safetensors")
+    assert equal(served(x), eager(x))
+    whole = export(rounded, (x,), out=tmp_path / "b")  # as advised
+    assert equal(load(whole, rounded)(x), rounded(x))
+    packed = pack(rounded.float(), whole, out=tmp_path / "v.safetensors", dtype="bfloat16")  # all of it is cast
+    assert equal(load(whole, packed.path)(x), rounded.bfloat16()(x))
 
 
 def test_code_that_gradients_forbid_is_decorated_as_advised(tmp_path: Path) -> None:
