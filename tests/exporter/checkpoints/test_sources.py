@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
