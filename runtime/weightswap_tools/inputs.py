@@ -251,14 +251,6 @@ def common_sizes(signature: Signature) -> list[Sizes]:
     return _allowed(signature, (_rotated_sizes(signature, start) for start in starts))
 
 
-def least_sizes(signature: Signature) -> list[Sizes]:
-    """Return the set in which all dynamic dimensions are at their minimum, but at least 1; none if it is not allowed.
-
-    Engines may take a dimension that is dynamic for larger than 1, which `squeeze` and broadcasting ask for.
-    """
-    return _allowed(signature, [{name: max(1, limits.min) for name, limits in signature.dims.items()}])
-
-
 def edge_sizes(signature: Signature, most: int = _MOST_ELEMENTS) -> list[Sizes]:
     """Return sets of sizes at the ends of the ranges.
 

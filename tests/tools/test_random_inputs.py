@@ -21,7 +21,6 @@ from weightswap_tools.inputs import (
     common_sizes,
     edge_sizes,
     encoded,
-    least_sizes,
     random_values,
     signs_of,
     write_random_weights,
@@ -57,7 +56,6 @@ def test_the_ends_of_the_ranges_one_dimension_at_a_time() -> None:
 def test_a_range_from_zero_has_two_ends_below() -> None:
     free = signature(Tensor("x", "F32", ("rows", 3)), dims={"rows": Dimension(0, 9)})
     assert edge_sizes(free) == [{"rows": 1}, {"rows": 9}, {"rows": 0}]
-    assert least_sizes(free) == [{"rows": 1}]
 
 
 def test_common_sizes_are_within_the_ranges() -> None:
@@ -76,7 +74,6 @@ def test_conditions_are_kept() -> None:
     dims = {"rows": Dimension(1, 8), "columns": Dimension(1, 8)}
     tall = signature(Tensor("x", "F32", ("rows", "columns")), dims=dims, conditions=("columns < rows",))
     assert edge_sizes(tall) == [{"rows": 8, "columns": 1}]
-    assert least_sizes(tall) == []
 
 
 def test_values_fit_the_signature() -> None:

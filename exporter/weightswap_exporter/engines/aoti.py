@@ -41,6 +41,7 @@ from torch.utils import _pytree as pytree
 
 from weightswap_exporter.capture.archive import method_program
 from weightswap_exporter.capture.programs import functionalised, is_plain
+from weightswap_exporter.engines.index_bounds import indices_of
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.aoti import Library, target_of
 from weightswap_runtime.engines.aoti_package import (
@@ -229,22 +230,29 @@ def _name_constants(module: GraphModule) -> None:
 
 
 def _adapt(module: GraphModule) -> None:
-    """Replace operators for which AOTInductor generates checks that end the process."""
+    """Let operators refuse the indices that eager refuses, without ending the process."""
     for part in module.modules():
         if isinstance(part, GraphModule):
-            for node in list(part.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)):
-                _index_rows(part.graph, node)
+            for node in list(part.graph.nodes):
+                if found := indices_of(node):
+                    _check_indices(part.graph, node, *found)
 
 
-def _index_rows(graph: torch.fx.Graph, node: Node) -> None:
-    """Rewrite an embedding as an index operator, which would count negative indices from the end, and refuse those."""
-    table, indices = node.args[:2]
-    assert isinstance(table, Node)
+def _check_indices(graph: torch.fx.Graph, node: Node, table: Node, dimension: int, position: int) -> None:
+    """Make indices one beyond the last where AOTInductor would count them from the end, or write elsewhere."""
+    aten, indices = torch.ops.aten, node.args[position]
     with graph.inserting_before(node):
-        below = graph.call_function(torch.ops.aten.lt.Scalar, (indices, 0))
-        beyond = graph.call_function(torch.ops.aten.sym_size.int, (table, 0))
-        checked = graph.call_function(torch.ops.aten.masked_fill.Scalar, (indices, below, beyond))
-    node.target, node.args, node.kwargs = torch.ops.aten.index.Tensor, (table, [checked]), {}
+        below = graph.call_function(aten.lt.Scalar, (indices, 0))
+        beyond = graph.call_function(aten.sym_size.int, (table, dimension))
+        checked = graph.call_function(aten.masked_fill.Scalar, (indices, below, beyond))
+        if "scatter" in str(node.target):  # with a reduction it checks nothing, and an index operator does
+            checked = graph.call_function(
+                aten.index.Tensor, (graph.call_function(aten.arange.default, (beyond,)), [checked])
+            )
+    if node.target is aten.embedding.default:  # its check ends the process
+        node.target, node.args, node.kwargs = aten.index.Tensor, (table, [checked]), {}
+    else:
+        node.update_arg(position, checked)
 
 
 def _flatten_outputs(module: GraphModule, expected: list[Leaf]) -> tuple[Any, ...]:

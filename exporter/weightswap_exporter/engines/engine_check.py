@@ -27,7 +27,7 @@ from weightswap_tools.inputs import (
     Signs,
     call_flat,
     common_sizes,
-    least_sizes,
+    edge_sizes,
     random_values,
     signs_of,
     write_random_weights,
@@ -89,7 +89,7 @@ def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator
             signature = ours.signatures[name]
             trials = [
                 (sizes, random_values(signature, sizes, rng), "", variants)
-                for sizes in (*common_sizes(signature), *(least_sizes(signature) if signature.dims else ()))
+                for sizes in (*common_sizes(signature), *_ends(signature))
                 for variants in (({}, resident) if resident else ({},))
             ]
             trials += _of_one_sign(artifact, name, signature, rng, device)
@@ -97,6 +97,11 @@ def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator
                 texts = (str(dict(sizes)) if sizes else "", signs, "variants" if variants else "")
                 where = " and ".join(filter(None, texts))
                 yield from _one_call(name, flat, f"{name} with {where}" if where else name, ours, theirs, variants)
+
+
+def _ends(signature: Signature) -> list[Sizes]:
+    """Return sizes at the ends of the ranges: at 1, engines may drop a dimension; large ones fill vectors."""
+    return [sizes for sizes in edge_sizes(signature) if 0 not in sizes.values()] if signature.dims else []
 
 
 def _of_one_sign(
@@ -107,7 +112,7 @@ def _of_one_sign(
     ):
         return  # an index out of range would end a process's use of a GPU
     bounds = index_bounds(artifact, name)
-    for sizes in common_sizes(signature)[:1]:
+    for sizes in (*common_sizes(signature)[:1], *_ends(signature)):
         for signs in signs_of(signature):
             yield sizes, random_values(signature, sizes, rng, bounds, signs), signs, {}
 

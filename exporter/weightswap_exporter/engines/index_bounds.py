@@ -1,10 +1,12 @@
-"""How many rows the tables have that a method's inputs index, such as embeddings: ids have to be below that."""
+"""Indices: how many rows the tables have that a method's inputs index, and operators that refuse negative ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
+from torch.fx import Node
 
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.graph_archive import (
@@ -23,6 +25,22 @@ _CARRIERS = tuple(f"torch.ops.aten.{name}." for name in (
     "alias", "clone", "contiguous", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze",
     "to", "transpose", "unsqueeze", "view",
 ))  # fmt: skip
+
+# operators with a tensor, a dimension and indices, of which eager refuses negative ones; in place, too
+_ALONG = {"index_select", "gather", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy"}
+
+
+def indices_of(node: Node) -> tuple[Node, int, int] | None:
+    """Return the tensor that an operator indexes, the dimension, and the position of the indices in its arguments.
+
+    None for other operators, and for those to which negative indices count from the end in eager, too.
+    """
+    name = str(getattr(node.target, "_opname", "")).removesuffix("_")
+    table: Any = node.args[0] if node.args else None
+    if name in ("embedding", "embedding_bag"):
+        return table, 0, 1
+    dimension: Any = node.args[1] if name in _ALONG else None
+    return None if dimension is None else (table, dimension, 2)
 
 
 def index_bounds(artifact: Artifact, method: str) -> dict[str, int]:

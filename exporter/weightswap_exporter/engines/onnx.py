@@ -33,6 +33,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from weightswap_exporter.capture.archive import method_program
 from weightswap_exporter.capture.programs import arguments, mutated_buffers
+from weightswap_exporter.engines.index_bounds import indices_of
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.onnx_names import Names, element_of, onnx_names, output_dtypes
 from weightswap_runtime.errors import CaptureError
@@ -42,6 +43,7 @@ from weightswap_runtime.format.signature import Tensor, input_leaves, leaves
 # places in the arguments of operators: attention's mask; a norm's running mean, and whether it is in training mode
 _MASK = 3
 _RUNNING, _TRAINING = 3, 5
+_TOO_LARGE = (1 << 31) - 1  # index, of any integer type that operators take
 _ROUNDED = {"aten::div", "aten::div_", "aten::fmod", "aten::fmod_"}
 # operators that order int64, for which ONNX Runtime takes half of the bits of a difference
 _BOUNDS = {"minimum", "maximum", "min.other", "max.other", "clamp", "clamp_min", "clamp_max", "clip"}
@@ -307,14 +309,13 @@ def _adapt_node(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         node.target = torch.ops.aten.reshape.default
     elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
         _plain_attention(graph, node)
-    elif node.target is torch.ops.aten.embedding.default:
-        _refuse_negative_rows(graph, node)
     elif _is_training_norm(node):
         _decompose_norm(graph, node)
     elif node.target is operator.floordiv:
         _exact_division(graph, node)
     else:
         for applies, rewrite in (
+            (_has_indices, _refuse_indices),
             (_rounds_integers, _exact_integers),
             (_is_remainder_of_fractions, _exact_remainder),
             (_is_floor_of_fractions, _exact_floor),
@@ -350,15 +351,22 @@ def _additive_mask(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.No
         return graph.call_function(aten.masked_fill.Scalar, (zeros, hidden, -math.inf))
 
 
-def _refuse_negative_rows(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Map negative rows, which ONNX counts from the end, to one past the end, which is refused as in eager."""
-    table, rows = node.args[:2]
-    assert isinstance(table, torch.fx.Node)
+def _has_indices(node: torch.fx.Node) -> bool:
+    return node.target is torch.ops.aten.one_hot.default or indices_of(node) is not None
+
+
+def _refuse_indices(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Make negative indices, which ONNX counts from the end, too large, which is refused as in eager."""
+    found = indices_of(node)
+    position = found[2] if found else 0
+    aten, indices = torch.ops.aten, node.args[position]
     with graph.inserting_before(node):
-        below = graph.call_function(torch.ops.aten.lt.Scalar, (rows, 0))
-        beyond = (rows, below, table.meta["val"].shape[0])
-        checked = graph.call_function(torch.ops.aten.masked_fill.Scalar, beyond)
-    node.args = (table, checked, *node.args[2:])
+        below = graph.call_function(aten.lt.Scalar, (indices, 0))
+        checked = graph.call_function(aten.masked_fill.Scalar, (indices, below, _TOO_LARGE))
+        if node.target is aten.one_hot.default:  # ONNX's gives zeros for what is no class
+            classes = graph.call_function(aten.arange.default, (node.args[1],))
+            checked = graph.call_function(aten.index.Tensor, (classes, [checked]))
+    node.update_arg(position, checked)
 
 
 def _is_training_norm(node: torch.fx.Node) -> bool:

@@ -74,6 +74,15 @@ def test_a_size_of_one_that_an_engine_takes_for_a_larger_one(tmp_path: Path) -> 
     export(eager, (X,), out=tmp_path / "a", dynamic_shapes=(({0: Dim("n", min=2)},),), engines=["aoti"])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8], ids=str)
+def test_a_reduction_that_is_wrong_for_sizes_that_fill_vectors(dtype: torch.dtype, tmp_path: Path) -> None:
+    """AOTInductor's least of bytes is 0 if they fill a vector (pytorch#191499)."""
+    eager = Applied(lambda w, x: (torch.amin(x, 0), w.sum()))
+    samples = (torch.arange(1, 19).to(dtype),)
+    with pytest.raises(CaptureError, match=r"'n': 64.*positive values: 0: other integers"):
+        export(eager, samples, out=tmp_path / "a", dynamic_shapes=(({0: Dim("n", min=1)},),), engines=["aoti"])
+
+
 @pytest.mark.slow
 def test_a_trial_starts_an_interpreter_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests have it forked from one that is warm: see tests/support/quick.py."""

@@ -1,0 +1,70 @@
+"""Indices that eager refuses are refused by every engine: none counts them from the end, or writes elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn.functional import embedding, embedding_bag, one_hot
+
+from tests.support.models import Does
+from tests.support.setups import loaded
+from weightswap_exporter import export
+
+ROWS = 6
+
+
+def along(ids: torch.Tensor) -> torch.Tensor:
+    return ids[:, None].expand(-1, 4)
+
+
+def source(w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return w[:1].expand(ids.shape[0], -1)
+
+
+READS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "embedding": lambda w, ids: embedding(ids, w),
+    "bag": lambda w, ids: embedding_bag(ids, w, torch.zeros(1, dtype=torch.long), mode="sum"),
+    "one_hot": lambda w, ids: one_hot(ids, ROWS) * w[0, 0].detach(),
+    "index_select": lambda w, ids: w.index_select(0, ids),
+    "columns": lambda w, ids: w.t().index_select(1, ids),
+    "gather": lambda w, ids: w.gather(0, along(ids)),
+    "scatter": lambda w, ids: w.scatter(0, along(ids), source(w, ids)),
+    "a value": lambda w, ids: w.scatter(0, along(ids), 1.5),
+    "scatter_add": lambda w, ids: w.scatter_add(0, along(ids), source(w, ids)),
+    "integers": lambda w, ids: torch.zeros(ROWS, dtype=torch.long).scatter_add(0, ids, ids),
+    "in place": lambda w, ids: torch.zeros_like(w).scatter_add_(0, along(ids), source(w, ids)),
+    "scatter_reduce": lambda w, ids: w.scatter_reduce(0, along(ids), source(w, ids), "amax"),
+    "index_add": lambda w, ids: w.index_add(0, ids, source(w, ids)),
+    "index_copy": lambda w, ids: w.index_copy(0, ids, source(w, ids)),
+}
+OF_AOTI: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {  # ONNX has none of them
+    "index_reduce": lambda w, ids: w.index_reduce(0, ids, source(w, ids), "amax"),
+    "reduce": lambda w, ids: w.scatter(0, along(ids), source(w, ids), reduce="multiply"),
+}
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnx", "aoti"])
+def test_indices_that_eager_refuses_are_refused(engine: str, tmp_path: Path) -> None:
+    reads = list((READS | OF_AOTI if engine == "aoti" else READS).values())
+    weight = nn.Parameter(torch.rand(ROWS, 4))
+    eager = Does(lambda m, ids: [read(m.w, each) for read, each in zip(reads, ids, strict=True)], w=weight)
+    good = [torch.tensor([0, 2, 5]) for _ in reads]
+    shapes = [{0: Dim("n", min=2, max=50)} for _ in reads]
+    engines = [engine] if engine != "torch" else []
+    artifact = export(eager, (good,), out=tmp_path / "a", dynamic_shapes=(shapes,), engines=engines)
+    served = loaded(artifact, tmp_path, eager, engine=engine)
+    take: Callable[[torch.Tensor], Any] = torch.Tensor.numpy if engine == "onnx" else torch.Tensor.clone
+    for one, other in zip(served(list(map(take, good))), eager(good), strict=True):
+        assert torch.equal(torch.as_tensor(one), other)
+    for place in range(len(reads)):
+        for wrong in (-1, ROWS, ROWS + 100_000):
+            ids = [*good[:place], torch.tensor([0, wrong, 2]), *good[place + 1 :]]
+            for call, given in ((eager, ids), (served, list(map(take, ids)))):
+                with pytest.raises((RuntimeError, IndexError)):
+                    call(given)
