@@ -17,7 +17,7 @@ from weightswap_exporter.modules.stand_ins import install, restored, tied
 from weightswap_exporter.modules.tensors import ModelView, is_composed, is_fake, parts_of
 from weightswap_runtime.torch_tensors import tensor_bytes
 
-from .programs import graphs
+from .programs import graphs, memory
 
 _MOST_FILLED = 4 << 30  # bytes of numbers for a skeleton's parameters, of which those of one shape share theirs
 FIRST, SECOND = 7_062_013, 7_062_014  # seeds; the weights themselves are not likely to come from them
@@ -84,29 +84,28 @@ class _WritesUndone(WritesChecked):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = super().__torch_dispatch__(func, types, args, kwargs)
         if not any(each.alias_info for each in func._schema.returns):
-            self._new |= _storages(returned)
+            self._new.update(storage._cdata for storage in _storages(returned))
         return returned
 
     def _keep(self, values: list[Any], _: object) -> None:
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        for part in (part for tensor in tensors for part in parts_of("", tensor).values() if not is_fake(part)):
-            storage = part.untyped_storage()
-            if storage._cdata not in self._new | self.written:
+        for storage in _storages(values):
+            if storage._cdata not in self._new and storage._cdata not in self.written:
                 self.written.add(storage._cdata)
                 self._kept.append((storage, storage.clone()))  # type: ignore[no-untyped-call]
 
     def undo(self) -> None:
         for storage, content in self._kept:
-            storage.copy_(content)
+            if len(storage) == len(content):  # else tensors that use it have been resized
+                storage.copy_(content)
         for tensor, before in self._data:
-            if _storages(tensor) != _storages(before) or tensor.shape != before.shape:
+            if memory(tensor) != memory(before) or tensor.shape != before.shape:
                 tensor.data = before
 
 
-def _storages(value: Any) -> set[int]:
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    parts = [part for tensor in tensors for part in parts_of("", tensor).values()]
-    return {part.untyped_storage()._cdata for part in parts}
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            yield from (part.untyped_storage() for part in parts_of("", leaf).values() if not is_fake(part))
 
 
 def filling(view: ModelView, names: Iterable[str], seed: int = FIRST) -> dict[str, torch.Tensor] | None:
