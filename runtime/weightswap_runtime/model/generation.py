@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import RLock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,78 +94,31 @@ def _problems(request: GenerationRequest, generation: TextGeneration) -> Iterato
 def generate_steps(
     find: Callable[[str], Run], engine: Engine, context: Context, request: GenerationRequest, generation: TextGeneration
 ) -> Iterator[list[int | None]]:
-    """Yield the next tokens of all rows, by calls with a context, then close it. find: returns a method by name."""
-    inputs = _Inputs(engine)
+    """Yield the next token of each prompt, or None if it has ended, until all have, by calls with a context, then close
+    that. find: returns a method by name.
 
-    def call(method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores:
-        tensors = inputs.tensors(method, (ids, mask, positions, position))
+    If a call resets the cache, as the weights have changed, the prompts and the tokens so far are read again.
+    """
+
+    def call(method: str, arrays: Iterable[Tokens]) -> Scores:
+        tensors = [engine.tensor(array_content(array)) for array in arrays]
         logits = as_array(engine.content(methods[method](*tensors, context=context)))
         return logits if logits.dtype in (np.float32, np.float64) else logits.astype(np.float32)
 
-    def cache_id() -> str | None:
-        return context.weights_id if context.on_swap == "reset" else None
-
     with context:
         methods = {name: find(name) for name in STEPS}
-        yield from generate(call, request, generation, cache_id)
-
-
-class Call(Protocol):
-    """A call of `prefill` or `decode`, with arrays of int64; returns the logits, [batch, vocabulary].
-
-    The arrays are written to afterwards; `decode` gets those of its first call again.
-    """
-
-    def __call__(self, method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores: ...
-
-
-class _Inputs:
-    """Conversion of int64 arrays to an engine's tensors. Those of `decode` are made once and reused on the CPU.
-
-    That is safe: no call keeps its inputs, and a state holds only copies of them.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._decode_tensors: list[Any] = []
-        self._decode_memory: list[Tokens] = []  # arrays that alias the tensors
-
-    def tensors(self, method: str, arrays: Sequence[Tokens]) -> list[Any]:
-        if method != "decode":
-            return self._new_tensors(arrays)
-        if self._decode_memory:
-            for memory, array in zip(self._decode_memory, arrays, strict=True):
-                np.copyto(memory, array)
-            return self._decode_tensors
-        self._decode_tensors = self._new_tensors(arrays)
-        if all(getattr(tensor, "is_cpu", True) for tensor in self._decode_tensors):
-            self._decode_memory = [as_array(self._engine.content(tensor)) for tensor in self._decode_tensors]
-        return self._decode_tensors
-
-    def _new_tensors(self, arrays: Sequence[Tokens]) -> list[Any]:
-        return [self._engine.tensor(array_content(array)) for array in arrays]
-
-
-def generate(
-    call: Call, request: GenerationRequest, generation: TextGeneration, cache_id: Callable[[], object] = lambda: None
-) -> Iterator[list[int | None]]:
-    """Yield the next token of each prompt, or None if it has ended, until all have.
-
-    cache_id: returns what the cache was made with. If a call changes that, the cache was reset before the call, and the
-    prompts and the tokens so far are read again.
-    """
-    rows = _Rows(request, generation)
-    logits = call("prefill", *rows.prompt())
-    made_with = cache_id()
-    yield (chosen := rows.choose(logits))
-    for _ in range(rows.free):
-        if rows.ended:
-            return
-        logits = call("decode", *rows.step(chosen))
-        if cache_id() != made_with:
-            logits = call("prefill", *rows.read())
-            made_with = cache_id()
+        rows = _Rows(request, generation)
+        logits = call("prefill", rows.prompt())
+        made_with = context.weights_id
         yield (chosen := rows.choose(logits))
+        for _ in range(rows.free):
+            if rows.ended:
+                return
+            logits = call("decode", rows.step(chosen))
+            if context.on_swap == "reset" and context.weights_id != made_with:
+                logits = call("prefill", rows.read())
+                made_with = context.weights_id
+            yield (chosen := rows.choose(logits))
 
 
 class _Rows:
