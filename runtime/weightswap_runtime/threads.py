@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from threading import Condition
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from .errors import join_seconds
 
 T = TypeVar("T")
 MOST_THREADS = 16  # of a pool: so many processors a GPU's link needs at most
@@ -157,6 +159,45 @@ class Background(threading.Thread):
         super().__init__(target=run, name=name, daemon=True)
         self.stop = stop
         _known.add(self)
+
+
+class UntilStopped:
+    """What a thread of its own does until `stop()`, which leaving the `with` block calls.
+
+    Dropping this object does not stop the thread. The end of the interpreter does; a forked child does not have it.
+    """
+
+    _thread: Background
+    _where: str  # in its `repr`
+
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Stop the thread. Wait for at most `timeout` seconds until it has ended, and return whether it has.
+
+        In a callback of the thread it does not wait.
+        """
+        seconds = join_seconds(timeout)
+        self._end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+        return not self.alive
+
+    def _end(self) -> None:
+        """Let the thread end soon."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._where!r}, {'alive' if self.alive else 'stopped'})"
 
 
 def stop_at_end(work: Work) -> None:

@@ -11,11 +11,11 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from weightswap_runtime.errors import (
     NotPromoted,
@@ -23,7 +23,6 @@ from weightswap_runtime.errors import (
     Unsupported,
     check_timeout,
     is_number,
-    join_seconds,
     listed,
     text_of,
 )
@@ -38,7 +37,7 @@ from weightswap_runtime.live.store import WeightStore, fingerprint_of
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import BaseFile, PathLike, SwapRequest
-from weightswap_runtime.threads import Background
+from weightswap_runtime.threads import Background, UntilStopped
 
 from .controller import Change, Controller
 from .desired_state import DesiredBase, DesiredState, DesiredWeights, check_new, check_promotable
@@ -52,10 +51,10 @@ _log = logging.getLogger("weightswap.watching")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
 
 
-class Watching(AbstractContextManager["Watching"]):
+class Watching(UntilStopped):
     """A background thread that keeps a model's weights current, until `stop()`, or until the model is dropped.
 
-    Dropping this object does not stop the thread. The end of the interpreter does; a forked child does not have it.
+    `stop()` cancels a staging under way, but not a commit that waits for calls or pins.
     """
 
     def __init__(
@@ -82,11 +81,6 @@ class Watching(AbstractContextManager["Watching"]):
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        """True while the thread runs."""
-        return self._thread.is_alive()
-
-    @property
     def last_error(self) -> BaseException | None:
         """The last error; None again once weights were taken, or the desired store could be read again."""
         return next((pollable.last_error for pollable in self._pollables if pollable.last_error is not None), None)
@@ -104,27 +98,6 @@ class Watching(AbstractContextManager["Watching"]):
         """Cancel a staging under way. The next poll begins it again, if it is still wanted."""
         if (target := self._target) is not None:
             target.interrupt()
-
-    def stop(self, timeout: float | None = None) -> bool:
-        """Stop the thread. A staging under way is cancelled; a commit that waits for calls or pins is not.
-
-        Wait for at most `timeout` seconds until the thread has ended, and return whether it has. In a callback it does
-        not wait.
-        """
-        seconds = join_seconds(timeout)
-        self._end()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(seconds)
-        return not self.alive
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _described(self, where: str) -> str:
-        return f"{type(self).__name__}({where!r}, {'alive' if self.alive else 'stopped'})"
 
     def _end(self) -> None:
         if (target := self._target) is not None:
@@ -194,7 +167,7 @@ class Watcher(Watching):
         if start not in ("newest", "all", "new"):
             raise Unsupported(f'start={start!r}: expected "newest", "all" or "new"')
         _check_part(subject, promotion)
-        self.directory = printable(directory)
+        self.directory = self._where = printable(directory)
         listing = open_directory(directory)
         known_names = promotion.known_names if promotion else None
         self._queue = FileQueue(self.directory, listing, interval, start, known_names=known_names)
@@ -219,9 +192,6 @@ class Watcher(Watching):
         skipped.
         """
         return self._queue.waiting
-
-    def __repr__(self) -> str:
-        return self._described(self.directory)
 
 
 def _check_part(subject: Subject, promotion: Promotion | None) -> None:
@@ -261,7 +231,7 @@ class Follower(Watching):
     def __init__(
         self, subject: Subject, desired_store: DesiredStore, interval: float, callback: Listener | None
     ) -> None:
-        self._desired_store = desired_store
+        self._desired_store, self._where = desired_store, desired_store.where
         self._reconciler = Reconciler(desired_store, interval, is_only_source=True)
         super().__init__(subject, (self._reconciler,), interval, callback)
 
@@ -311,9 +281,6 @@ class Follower(Watching):
         status, target = self.status, self._target
         is_noted = target is None or target.is_noted
         return status.agrees and (status.revision or 0) >= revision and is_noted
-
-    def __repr__(self) -> str:
-        return self._described(self.desired_store.where)
 
 
 class Subject(NamedTuple):

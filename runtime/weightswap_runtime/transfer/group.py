@@ -16,20 +16,19 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from weightswap_runtime.errors import TransferFailed, join_seconds
+from weightswap_runtime.errors import TransferFailed
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.process_groups import Members
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.staging.given import MEMORY, as_arriving
-from weightswap_runtime.threads import Background
+from weightswap_runtime.threads import Background, UntilStopped
 
 from .messages import VERSION, Outcome, Parcel, Refusal
 from .receiver import Target
@@ -124,14 +123,18 @@ class GroupLink:
         self._members.close()
 
 
-class GroupReceiver(AbstractContextManager["GroupReceiver"]):
+class GroupReceiver(UntilStopped):
     """A member of a process group that receives weights, until `stop()`, the end of the sender, or that of the model.
-    Made by `Model.receive()`."""
+    Made by `Model.receive()`.
+
+    `stop()` cancels what is being staged, and leaves the group at its next turn, which ends it for all; if none comes
+    soon, without it.
+    """
 
     def __init__(self, group: ProcessGroup, target: Target, rate_limit: float | None = None) -> None:
         """Begin to receive. Raises Unsupported."""
         self._members = Members(group, sends=False)
-        self.at = self._members.where
+        self.at = self._where = self._members.where
         self.last_error: BaseException | None = None  # None again once weights were taken
         self._target, self._rate_limit = target, rate_limit
         self._is_stopping = False
@@ -141,32 +144,9 @@ class GroupReceiver(AbstractContextManager["GroupReceiver"]):
         self._thread = Background(self._run, "weightswap-receiver", self._end)
         self._thread.start()
 
-    @property
-    def alive(self) -> bool:
-        """True while it receives."""
-        return self._thread.is_alive()
-
     def interrupt(self) -> None:
         """Cancel what is being staged; the sender is told."""
         self._job.cancel()
-
-    def stop(self, timeout: float | None = None) -> bool:
-        """Cancel what is being staged, and leave the group at its next turn, which ends it for all; if none comes soon,
-        without it.
-
-        Wait for at most `timeout` seconds until the thread has ended, and return whether it has.
-        """
-        seconds = join_seconds(timeout)
-        self._end()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def __repr__(self) -> str:
-        return f"GroupReceiver({self.at!r}, {'alive' if self.alive else 'stopped'})"
 
     def _end(self) -> None:
         if not self._is_stopping:

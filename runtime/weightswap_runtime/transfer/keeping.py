@@ -7,11 +7,11 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from weightswap_runtime.errors import Unsupported, WeightFileError, WeightswapError, join_seconds
+from weightswap_runtime.errors import Unsupported, WeightFileError, WeightswapError
 from weightswap_runtime.format.canonical import canonical_order, new_weight_file
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.jobs import Claim, Job
@@ -19,24 +19,25 @@ from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, allocate
 from weightswap_runtime.staging.reading import read_rows
-from weightswap_runtime.threads import Background
+from weightswap_runtime.threads import Background, UntilStopped
 
 _NAME = re.compile(r"served-\d{8}T\d{12}Z-[0-9a-f]{12}\.safetensors")
 _log = logging.getLogger("weightswap.transfer")
 
 
-class KeptFiles(AbstractContextManager["KeptFiles"]):
+class KeptFiles(UntilStopped):
     """The sets of weights that were served last, as packed files of a directory, in a thread that writes them. Made by
     `Model.keep()`.
 
-    Of commits that follow each other faster than files are written, the latest is kept. `stop()` ends it.
+    Of commits that follow each other faster than files are written, the latest is kept. `stop()` first writes what was
+    committed last.
     """
 
     def __init__(self, store: WeightStore, graph_id: str, directory: str | os.PathLike[str], last: int) -> None:
         """Begin with what is served now. Raises Unsupported, and WeightFileError if the directory cannot be made."""
         if type(last) is not int or last < 1:
             raise Unsupported(f"last={last!r}: expected a number of files, 1 or more")
-        self.directory = Path(directory)
+        self.directory, self._where = Path(directory), os.fspath(directory)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -53,26 +54,9 @@ class KeptFiles(AbstractContextManager["KeptFiles"]):
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        """True while it keeps what is served."""
-        return self._thread.is_alive()
-
-    @property
     def files(self) -> tuple[Path, ...]:
         """The files that are kept, the oldest first."""
         return tuple(_kept_in(self.directory))
-
-    def stop(self, timeout: float | None = None) -> bool:
-        """Write what was committed last, and stop.
-
-        Wait for at most `timeout` seconds until the thread has ended, and return whether it has.
-        """
-        self._end()
-        self._thread.join(join_seconds(timeout))
-        return not self.alive
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def _end(self) -> None:
         self._is_stopping = True

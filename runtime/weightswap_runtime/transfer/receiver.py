@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.byte_source import Check, LocalFile
 from weightswap_runtime.staging.given import MEMORY, GivenWeights, as_file
-from weightswap_runtime.threads import Background
+from weightswap_runtime.threads import Background, UntilStopped
 
 from .messages import VERSION, Channel, Greeting, Offer, Outcome, Refusal, Welcome, peer, socket_path
 
@@ -44,7 +44,7 @@ class Target(Protocol):
         ...
 
 
-class Receiver(AbstractContextManager["Receiver"]):
+class Receiver(UntilStopped):
     """A socket on which a model receives weights, until `stop()`, or until the model is dropped. Made by
     `Model.receive()`.
 
@@ -54,7 +54,7 @@ class Receiver(AbstractContextManager["Receiver"]):
     def __init__(self, at: str, target: Target, timeout: float | None, rate_limit: float | None = None) -> None:
         """Begin to listen. Raises Unsupported."""
         check_timeout(timeout)
-        self.at = at
+        self.at = self._where = at
         self.last_error: BaseException | None = None  # None again once weights were taken
         self._path = str(Path(socket_path(at)).absolute())  # the working directory may change
         self._target, self._rate_limit = target, rate_limit
@@ -67,11 +67,6 @@ class Receiver(AbstractContextManager["Receiver"]):
         self._threads: list[Background] = []
         self._thread = Background(self._accept, "weightswap-receiver", self._end)
         self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """True while it listens."""
-        return self._thread.is_alive()
 
     def interrupt(self) -> None:
         """Cancel what is being staged; its sender is told."""
@@ -91,12 +86,6 @@ class Receiver(AbstractContextManager["Receiver"]):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
         return not any(thread.is_alive() for thread in (self._thread, *self._threads))
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def __repr__(self) -> str:
-        return f"Receiver({self.at!r}, {'alive' if self.alive else 'stopped'})"
 
     def _end(self) -> None:
         with self._lock:
