@@ -20,11 +20,10 @@ import msgspec
 
 from weightswap_fleet.documents import CommitReply, DeploymentSpec, PrepareReply, PrepareRequest, TrialRequest
 from weightswap_runtime.errors import StageCancelled, StageClosed, StagingBusy, Unsupported, WeightswapError, text_of
-from weightswap_runtime.following.controller import Change, Controller, Lease
+from weightswap_runtime.following.controller import Change, Controller, Lease, NoticeKind
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights
 from weightswap_runtime.following.desired_store import DesiredStore
 from weightswap_runtime.following.document_storage import Source
-from weightswap_runtime.following.file_queue import NoticeKind
 from weightswap_runtime.following.reconciler import Reconciler
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.store import fingerprint_of

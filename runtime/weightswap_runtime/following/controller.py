@@ -29,12 +29,13 @@ from weightswap_runtime.live.session import Member
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.sources.byte_source import Check
-from weightswap_runtime.staging.request import SwapRequest
+from weightswap_runtime.staging.request import BaseFile, SwapRequest
 
 from .desired_state import SHOWN, DesiredWeights
 
 _DEFAULT = SwapRequest("")
 REMEMBERED = 64  # ids of discarded changes, whose requests may still come
+NoticeKind = Literal["skipped", "unreachable", "waiting"]
 C = TypeVar("C", bound="Change")
 
 
@@ -97,7 +98,8 @@ class Controller:
     """The changes of a model's weights, of which one is open at a time. It has no thread; every method may be called
     from any.
 
-    What decides is the owner's: a subclass says when it stops (`check`) and how it stages desired weights (`begin`).
+    What decides is the owner's: a subclass says when it stops (`check`), and how it stages desired weights (`begin`) or
+    serves files (`swap`).
     """
 
     def __init__(
@@ -119,6 +121,19 @@ class Controller:
     def begin(self, path: str | Path, weights: DesiredWeights) -> Staged:
         """Begin to stage desired weights. With `interval=None`, they are not started yet."""
         raise NotImplementedError
+
+    def swap(
+        self, path: str | Path, weights_id: str | None, known: str | None = None, onto: tuple[BaseFile, ...] = ()
+    ) -> str | None:
+        """Serve a file, whose header claims `weights_id`, unless its content has the id `known`.
+
+        onto: deltas from the served weights to those from which the file starts. Return the id of its content, or
+        `known` if it was not read. Raises what `Model.swap` and `check` raise.
+        """
+        raise NotImplementedError
+
+    def notify(self, kind: NoticeKind, source: str, error: BaseException) -> None:
+        """Tell the owner what cannot be served, or read, and why."""
 
     def serves(self, weights_id: str) -> bool:
         """Return whether exactly these weights are served now."""

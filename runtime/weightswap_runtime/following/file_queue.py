@@ -12,8 +12,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from weightswap_runtime.errors import (
     BaseMismatch,
@@ -37,10 +36,10 @@ from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import BaseFile
 
+from .controller import Controller
 from .directory import UNKNOWN, Entry, FileHeader, Listing, order, read_header, without_traceback
 
 Start = Literal["newest", "all", "new"]
-NoticeKind = Literal["skipped", "unreachable", "waiting"]
 LONGEST_DELAY = 300.0  # seconds between two tries
 MOST_REMEMBERED = 10_000  # files that have disappeared
 PATIENCE = 60.0  # seconds without a change after which a truncated file counts as damaged
@@ -103,7 +102,7 @@ class FileQueue:
         errors = ((file.entry.name, file.wait_error or file.truncation) for file in self._pending())
         return {name: error for name, error in errors if error is not None}
 
-    def poll(self, target: WatchTarget) -> float:
+    def poll(self, target: Controller) -> float:
         """Take the files that can be taken. Return the seconds until the next poll."""
         try:
             entries = self._list()
@@ -128,7 +127,7 @@ class FileQueue:
         for file in (*self._files.values(), *self._removed.values()):
             self._reconsider(file)
 
-    def _unreachable(self, error: WeightswapError, target: WatchTarget) -> float:
+    def _unreachable(self, error: WeightswapError, target: Controller) -> float:
         self._failed_listings += 1
         self.last_error = without_traceback(error)
         if self._failed_listings == 1:
@@ -184,7 +183,7 @@ class FileQueue:
         for file in self._files.values():
             file.settled = file.settled or file is self._last_applied or self._is_superseded(file)
 
-    def _clear_errors_of_served(self, target: WatchTarget) -> None:
+    def _clear_errors_of_served(self, target: Controller) -> None:
         """Clear the errors of skipped files whose weights are served all the same: they were swapped in by hand."""
         for file in self._files.values():
             weights_id = file.header.weights_id if file.header else None
@@ -192,7 +191,7 @@ class FileQueue:
                 self.last_error = None if self.last_error is file.error else self.last_error
                 file.error = None
 
-    def _apply(self, target: WatchTarget) -> None:
+    def _apply(self, target: Controller) -> None:
         """Take files in order, but of those at the beginning only the last that can be taken."""
         for file in reversed(self._due()):
             if file.entry.name in (self._initial_names or ()):
@@ -208,7 +207,7 @@ class FileQueue:
         due = (file for file in self._files.values() if not file.settled or file.must_recheck)
         return sorted(due, key=attrgetter("key"))
 
-    def _process(self, file: _File, target: WatchTarget) -> None:
+    def _process(self, file: _File, target: Controller) -> None:
         target.check()
         if file.must_recheck:
             self._recheck(file, target)
@@ -221,7 +220,7 @@ class FileQueue:
         else:
             self._process_whole(file, target)
 
-    def _process_of_several(self, file: _File, target: WatchTarget) -> None:
+    def _process_of_several(self, file: _File, target: Controller) -> None:
         """Skip an index, and all but the first shard whose index is not there; that one is tried, and reported."""
         where, own = printable(file.entry.path), shard_set(file.entry.name)
         skipped = (other.entry.name for other in self._files.values() if other.settled and other.error is not None)
@@ -236,7 +235,7 @@ class FileQueue:
         else:
             self._process_whole(file, target)
 
-    def _process_whole(self, file: _File, target: WatchTarget) -> None:
+    def _process_whole(self, file: _File, target: Controller) -> None:
         if self._clock() >= file.retry_at:
             file.header = file.header or read_header(file.entry.path, target.check)
             if file.header.weights_id is not None and target.serves(file.header.weights_id):
@@ -244,7 +243,7 @@ class FileQueue:
             elif self._is_ready(file, file.header, target) and not self._try_chain(file, target):
                 self._try(file, file.header.weights_id, target)
 
-    def _recheck(self, file: _File, target: WatchTarget) -> None:
+    def _recheck(self, file: _File, target: Controller) -> None:
         """Check whether a file of which only the ctime has changed may have other content than before.
 
         A new mode or a new hard link is no reason to take or report a file again.
@@ -266,7 +265,7 @@ class FileQueue:
         last = self._last_applied
         return last is not None and last.entry.name != file.entry.name and file.key < last.key
 
-    def _is_ready(self, file: _File, header: FileHeader, target: WatchTarget) -> bool:
+    def _is_ready(self, file: _File, header: FileHeader, target: Controller) -> bool:
         if file.truncation:
             return self._clock() - file.changed_at >= PATIENCE
         if header.base is not None:
@@ -274,7 +273,7 @@ class FileQueue:
         # without digests, only a second poll shows that the file is not being written
         return header.weights_id is not None or file.polls > 1
 
-    def _try_chain(self, first: _File, target: WatchTarget) -> bool:
+    def _try_chain(self, first: _File, target: Controller) -> bool:
         """Take a delta together with those that follow it, in one swap. Return False if there are none, or it fails.
 
         Each is then taken by itself, so that the first that cannot be is the one that says so.
@@ -295,7 +294,7 @@ class FileQueue:
         self._set_applied(file, target)
         return True
 
-    def _chain_from(self, first: _File, target: WatchTarget) -> list[tuple[_File, str]]:
+    def _chain_from(self, first: _File, target: Controller) -> list[tuple[_File, str]]:
         """Return a file and the deltas after it that begin where the one before ends, each with its weights id."""
         chain: list[tuple[_File, str]] = []
         for file in self._pending():
@@ -308,7 +307,7 @@ class FileQueue:
             chain.append((file, file.header.weights_id))
         return chain or [(first, "")]
 
-    def _try(self, file: _File, weights_id: str | None, target: WatchTarget) -> None:
+    def _try(self, file: _File, weights_id: str | None, target: Controller) -> None:
         try:
             file.content = target.swap(file.entry.path, weights_id, file.content)
         except StageCancelled:
@@ -318,7 +317,7 @@ class FileQueue:
         else:
             self._set_applied(file, target)
 
-    def _set_failed(self, file: _File, error: Exception, target: WatchTarget) -> None:
+    def _set_failed(self, file: _File, error: Exception, target: Controller) -> None:
         before, self.last_error, file.error = file.error, without_traceback(error), error
         if not is_transient(error):
             file.settled = True
@@ -336,7 +335,7 @@ class FileQueue:
             # the model or the desired store is not ready: a later file must not be taken before this one
             raise _NotNowError
 
-    def _set_applied(self, file: _File, target: WatchTarget) -> None:
+    def _set_applied(self, file: _File, target: Controller) -> None:
         initial_names, self._initial_names = self._initial_names or set(), set()
         file.settled, file.error, self.last_error = True, None, None
         self._last_applied = file
@@ -347,7 +346,7 @@ class FileQueue:
             else:
                 self._skip_superseded(other, target)
 
-    def _skip_superseded(self, file: _File, target: WatchTarget) -> None:
+    def _skip_superseded(self, file: _File, target: Controller) -> None:
         assert self._last_applied is not None
         where, later = printable(file.entry.path), self._last_applied.entry.name
         error = NotPromoted(
@@ -357,7 +356,7 @@ class FileQueue:
         file.settled, file.error = True, error
         target.notify("skipped", where, error)
 
-    def _report_waiting(self, target: WatchTarget) -> None:
+    def _report_waiting(self, target: Controller) -> None:
         for file in self._pending():
             base = file.header.base if file.header else None
             if base is None or target.serves(base):
@@ -406,34 +405,6 @@ def _why_not_before(file: _File) -> str:
         return f"; it is a delta from the weights {header.base[:12]}, which were not served before that"
     error = file.error or header.error
     return f"; before that: {error}" if error else ""
-
-
-class Target(Protocol):
-    """The model as seen by one poll; see `watching.ModelTarget`."""
-
-    def check(self) -> None:
-        """Raise StageCancelled if the watcher was stopped."""
-        ...
-
-    def serves(self, weights_id: str) -> bool:
-        """Return whether exactly these weights are served now."""
-        ...
-
-    def notify(self, kind: NoticeKind, source: str, error: BaseException) -> None: ...
-
-
-class WatchTarget(Target, Protocol):
-    """The model that files are swapped into."""
-
-    def swap(
-        self, path: str | Path, weights_id: str | None, known: str | None = None, onto: tuple[BaseFile, ...] = ()
-    ) -> str | None:
-        """Serve a file, whose header claims `weights_id`, unless its content has the id `known`.
-
-        onto: deltas from the served weights to those from which the file starts. Return the id of its content, or
-        `known` if it was not read. Raises what `Model.swap` and `check` raise.
-        """
-        ...
 
 
 def refused_weights(event: Event) -> str:

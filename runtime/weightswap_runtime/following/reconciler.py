@@ -7,27 +7,19 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from weightswap_runtime.errors import DesiredError, NoWeights, StageCancelled, WeightswapError
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
 
+from .controller import Controller
 from .desired_state import DesiredState, DesiredWeights
 from .desired_store import DesiredStore
 from .directory import UNKNOWN, fingerprints, without_traceback
-from .file_queue import Target, delay, is_transient
+from .file_queue import delay, is_transient
 
 _Fingerprints = Mapping[str | Path, Hashable]  # by path
-
-
-class FollowTarget(Target, Protocol):
-    """The model that is kept at the desired weights."""
-
-    @property
-    def serves_nothing(self) -> bool: ...
-
-    def apply(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None: ...
 
 
 class Reconciler:
@@ -57,7 +49,7 @@ class Reconciler:
         self._refusal: _Refusal | None = None
         self._reports_empty = is_only_source
 
-    def poll(self, target: FollowTarget) -> float:
+    def poll(self, target: Controller) -> float:
         """Serve the desired weights. Return the seconds until the next poll."""
         with suppress(StageCancelled):
             try:
@@ -88,7 +80,7 @@ class Reconciler:
         self.state = state
         return state
 
-    def _unreachable(self, error: WeightswapError, target: FollowTarget) -> float:
+    def _unreachable(self, error: WeightswapError, target: Controller) -> float:
         self._outages += 1
         self.reachable, self.last_error = False, without_traceback(error)
         if self._outages == 1:
@@ -96,7 +88,7 @@ class Reconciler:
         # reading a local directory is cheap, so it needs no longer pauses
         return self._interval if self._desired_store.is_local else delay(self._interval, self._outages)
 
-    def _serve(self, state: DesiredState, target: FollowTarget) -> None:
+    def _serve(self, state: DesiredState, target: Controller) -> None:
         desired = state.weights
         if desired is None and target.serves_nothing:
             self._report_empty(state, target)
@@ -105,13 +97,13 @@ class Reconciler:
         elif self._refusal is None or self._refusal.may_be_mended(self._clock(), target.check):
             self._try(desired, state, target)
 
-    def _report_empty(self, state: DesiredState, target: FollowTarget) -> None:
+    def _report_empty(self, state: DesiredState, target: Controller) -> None:
         if self._reports_empty:
             self._reports_empty, where = False, self._desired_store.where
             advice = f"weightswap desired {where} --set FILE --revision {state.revision}"
             target.notify("waiting", where, NoWeights(f"{where}: desires no weights yet; set them, as by `{advice}`"))
 
-    def _try(self, desired: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
+    def _try(self, desired: DesiredWeights, state: DesiredState, target: Controller) -> None:
         path = self._desired_store.locate(desired)
         bases = [self._desired_store.locate(base) for base in desired.bases or ()]
         # before the reading: a change during it is then noticed at the next poll
@@ -140,7 +132,7 @@ class Reconciler:
         except WeightswapError:
             return True
 
-    def _refuse(self, path: str | Path, files: _Fingerprints, error: Exception, target: FollowTarget) -> None:
+    def _refuse(self, path: str | Path, files: _Fingerprints, error: Exception, target: Controller) -> None:
         before, self.last_error = self._refusal, without_traceback(error)
         attempts = before.attempts + 1 if before else 1
         retry_at = self._clock() + delay(self._interval, attempts) if is_transient(error) else None
@@ -148,7 +140,7 @@ class Reconciler:
         if not is_transient(error) and (before is None or before.text != str(error)):
             target.notify("skipped", printable(path), error)
 
-    def _serve_last_good(self, state: DesiredState, target: FollowTarget) -> None:
+    def _serve_last_good(self, state: DesiredState, target: Controller) -> None:
         for weights in reversed(state.history):
             is_good = partial(_is_good, weights.weights_id)
             try:

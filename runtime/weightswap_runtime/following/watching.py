@@ -39,11 +39,11 @@ from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import BaseFile, PathLike, SwapRequest
 from weightswap_runtime.threads import Background, UntilStopped
 
-from .controller import Change, Controller
+from .controller import Change, Controller, NoticeKind
 from .desired_state import DesiredBase, DesiredState, DesiredWeights, check_new, check_promotable
 from .desired_store import DesiredStore, Known
 from .directory import Entry, open_directory, order_of_names, without_traceback
-from .file_queue import FileQueue, NoticeKind, Start
+from .file_queue import FileQueue, Start
 from .reconciler import Reconciler
 
 Policy = Literal["newest", "proven"]
