@@ -1,4 +1,7 @@
-"""A replica of a fleet on Ray Serve: it answers requests, and the router sends none to one that is behind."""
+"""A replica of a fleet on Ray Serve: it answers requests, and the router sends none to one that is behind.
+
+Reads are monotonic: a client that has seen a revision gets no answer of an older one.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,29 @@ import ray
 from numpy.typing import NDArray
 from ray import serve
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightswap_fleet.coordinator.actors import agent_of_this_node, coordinator_of, metrics, send
 from weightswap_fleet.coordinator.rank_actors import RanksAttachment
-from weightswap_fleet.node.memory import NodeMemory
+from weightswap_fleet.node.memory import NodeMemory, RevisionPage
 from weightswap_runtime.errors import NoWeights, WeightswapError
 from weightswap_runtime.model.served import ServedModel
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.worker import join
 from weightswap_runtime.tensors import array_content, as_array
+from weightswap_server.errors import Failure
 from weightswap_server.http.app import http_app
+from weightswap_server.http.bodies import refusal
 from weightswap_server.service.service import Service
 from weightswap_server.workers.trials import WorkerTrials
 
 from .documents import Attachment, DeploymentSpec, NodeMethods, NodeStatus
 from .errors import StaleReplica
-from .freshness import FreshApp, Freshness
 
+MIN_REVISION = "weightswap-min-revision"  # request header: the least revision that may answer it
+REVISION = "weightswap-revision"  # response header: the revision for later requests of the client
+_PATIENCE = 2.0  # seconds to wait for a commit that other nodes have already made
+_POLL = 0.002  # seconds between two looks at the served revision
 _FIRST_WEIGHTS = 600.0  # seconds to wait for the node's first weights
 _WARM_UP = 60.0  # seconds to wait until the model is warm
 _REPORT_INTERVAL = 1.0  # seconds between two reports
@@ -139,6 +148,60 @@ class _NodeAttachment:
             return  # it can serve without an agent
         if os.getpid() not in status.replicas and status.weights_id is not None:
             raise StaleReplica(f"{self._spec.fleet}: this replica does not share the memory of its node's agent")
+
+
+class Freshness:
+    """The revision that a replica serves."""
+
+    def __init__(self, revision_page: RevisionPage, model: ServedModel) -> None:
+        self._revision_page, self._model = revision_page, model
+
+    @property
+    def revision(self) -> int:
+        """The revision of a call that starts now, and not less than that of any call that has ended."""
+        while True:
+            generation = self._model.generation
+            revision = self._revision_page.revision(generation)
+            if self._model.generation == generation:  # otherwise its arena may have been overwritten
+                return revision
+
+    async def wait(self, revision: int) -> None:
+        """Wait until a revision is served. Raises StaleReplica after _PATIENCE seconds."""
+        deadline = time.monotonic() + _PATIENCE
+        while self.revision < revision:
+            if time.monotonic() >= deadline:
+                raise StaleReplica(
+                    f"this replica serves revision {self.revision}, but {revision} was requested; try again"
+                )
+            await asyncio.sleep(_POLL)
+
+
+class FreshApp:
+    """An ASGI application with the request header `MIN_REVISION` and the response header `REVISION`."""
+
+    def __init__(self, app: ASGIApp, freshness: Freshness) -> None:
+        self._app, self._freshness = app, freshness
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_revision(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                revision = str(self._freshness.revision).encode()
+                message["headers"] = [*message.get("headers", ()), (REVISION.encode(), revision)]
+            await send(message)
+
+        failure = await self._failure(scope) if scope["type"] == "http" else None
+        await (self._app if failure is None else refusal(failure))(scope, receive, send_with_revision)
+
+    async def _failure(self, scope: Scope) -> Failure | None:
+        """Wait for the requested revision. Returns a failure if it is not served here."""
+        revision = next((value for name, value in scope["headers"] if name == MIN_REVISION.encode()), b"0")
+        if not (revision.isdigit() and len(revision) < 20):
+            return Failure(400, "", f"{MIN_REVISION}: expected a revision, as in the header {REVISION} of an answer")
+        try:
+            await self._freshness.wait(int(revision))
+        except StaleReplica as error:
+            return Failure(503, "", str(error))
+        return None
 
 
 class FreshRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]

@@ -9,10 +9,11 @@ import pytest
 from .clusters import seen_again
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray's
 def test_a_replica_that_was_paused_over_two_commits_claims_no_revision_of_others() -> None:
     """Its arena already has the revision of the commit after the next."""
     pytest.importorskip("ray")
-    from weightswap_fleet.freshness import Freshness
+    from weightswap_fleet.replica import Freshness
 
     class Paused:
         generations = iter([0, 1])

@@ -7,7 +7,7 @@ import os
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightswap_fleet.documents import NodeMethods
-from weightswap_fleet.metrics import NodeMetrics, joined
+from weightswap_fleet.node.agent import NodeMetrics, joined
 from weightswap_server.service.metrics import ServerMetrics
 
 from .nodes import Fleet, NodeAgent

@@ -33,8 +33,7 @@ from weightswap_fleet.documents import (
     TrialRequest,
 )
 from weightswap_fleet.errors import UnknownFleet
-from weightswap_fleet.metrics import joined
-from weightswap_fleet.node.agent import NodeAgent
+from weightswap_fleet.node.agent import NodeAgent, joined
 from weightswap_fleet.node.relay import ObjectDescription, Relay, RelayMethods
 from weightswap_runtime.errors import (
     StageClosed,

@@ -6,14 +6,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from weightswap_fleet.documents import Attachment, DeploymentSpec, NodeStatus
-from weightswap_fleet.metrics import NodeMetrics
 from weightswap_runtime.errors import NoWeights, text_of
 from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.metrics import ModelCollector
+from weightswap_runtime.model.served import ServedModel
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.owner import own
+from weightswap_server.workers.child_main import Totals
 
 from .changes import NodeChanges
 from .memory import NodeMemory, Slots
@@ -190,3 +196,65 @@ class NodeAgent(Agent):
         self._metrics.end_others(self._slots.processes)
         if self._relay is not None:
             self._relay.sweep(time.monotonic())
+
+
+class NodeMetrics:
+    """The metrics of one node: those of weights from its agent, and those of calls, summed over its replicas. Every
+    method may be called from any thread."""
+
+    def __init__(self, name: str, model: ServedModel) -> None:
+        """name: the label `model`."""
+        self._name = name
+        self._registry = CollectorRegistry()
+        self._collector = ModelCollector(model, name, self._registry)
+        self._totals = Totals()
+        self._replicas: set[int] = set()  # process ids
+        self._lock = threading.Lock()
+
+    def update(self, pid: int, text: str) -> None:
+        """Replace a replica's metrics. text: Prometheus' text format."""
+        with self._lock:
+            self._replicas.add(pid)
+            self._totals.update(pid, "worker", text)
+
+    def add_gauge(self, name: str, description: str, value: Callable[[], float]) -> None:
+        """Add a gauge of the node itself. value: called at each scrape."""
+        Gauge(name, description, ["model"], registry=self._registry).labels(self._name).set_function(value)
+
+    def end_others(self, living: Collection[int]) -> None:
+        """Keep the counters of all replicas that have ended."""
+        with self._lock:
+            for pid in self._replicas.difference(living):
+                self._totals.end(pid)
+                self._replicas.remove(pid)
+
+    def text(self) -> str:
+        """Return the metrics in Prometheus' text format."""
+        with self._lock:
+            self._totals.update("agent", "owner", generate_latest(self._registry).decode())
+            return self._totals.text()
+
+    def close(self) -> None:
+        self._collector.close()
+
+
+def joined(nodes: Mapping[str, str]) -> str:
+    """Join the metrics of several nodes, with the label `node`.
+
+    Every replica returns those of all, so that no counter jumps if a proxy sends each scrape to another replica.
+    """
+    return generate_latest(_Joined(nodes)).decode()
+
+
+class _Joined:
+    def __init__(self, nodes: Mapping[str, str]) -> None:
+        self._nodes = nodes
+
+    def collect(self) -> Iterator[Metric]:
+        joined: dict[str, Metric] = {}
+        for node, text in self._nodes.items():
+            for family in text_string_to_metric_families(text):
+                metric = joined.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    metric.add_sample(sample.name, {**sample.labels, "node": node}, sample.value)
+        return iter(joined.values())
