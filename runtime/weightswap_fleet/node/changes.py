@@ -256,10 +256,8 @@ class NodeChanges:
                 self.reconciler.forget_refusal()  # a new deployment, or new keys, may accept the weights
             self.reconciler.poll(self._changes)
             state = self.reconciler.state
-            if state is not None and self.reconciler.reachable:
-                self._weights.revision_page.read = state.revision
-                if state.weights_id == self._model.weights_id:
-                    self._weights.mark(state.revision)
+            if state is not None and self.reconciler.reachable and state.weights_id == self._model.weights_id:
+                self._weights.mark(state.revision)
 
     def _resolve(self, opened: _RequestedChange) -> bool:
         """Do what the desired store says about an open change. Returns True if it is over.

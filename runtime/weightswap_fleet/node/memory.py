@@ -21,7 +21,7 @@ from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.owner import PARTS, Segment, memfd
 
 _REVISION_PAGE = "revision_page"
-_REVISIONS, _READ = (0, 8), 16  # their offsets, in words of 8 bytes
+_REVISIONS = (0, 8)  # their offsets, in words of 8 bytes
 
 
 class NodeMemory:
@@ -107,15 +107,6 @@ class RevisionPage:
 
     def set_revision(self, generation: int, revision: int) -> None:
         self._words[_REVISIONS[generation % 2]] = revision
-
-    @property
-    def read(self) -> int:
-        """The revision of the desired store when the agent last read it."""
-        return int(self._words[_READ])
-
-    @read.setter
-    def read(self, revision: int) -> None:
-        self._words[_READ] = revision
 
 
 class Slots:
