@@ -30,7 +30,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.staging.given import MEMORY, as_arriving
 from weightswap_runtime.threads import Background, UntilStopped
 
-from .messages import VERSION, Outcome, Parcel, Refusal
+from .messages import VERSION, Link, Outcome, Parcel, Refusal
 from .receiver import Target
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ def vote(members: Members) -> Refusal | None:
     return next((each.refusal for each in members.gather_documents(Vote()) if each.refusal is not None), None)
 
 
-class GroupLink:
+class GroupLink(Link):
     """The way of a sender, rank 0, to all other ranks."""
 
-    tick: float | None = TICK
+    tick = TICK
 
     def __init__(self, group: ProcessGroup) -> None:
         """Raises Unsupported."""
@@ -112,9 +112,6 @@ class GroupLink:
 
         members = self._members
         members.wait(members.broadcast(torch.frombuffer(content, dtype=torch.uint8).to(members.device)))
-
-    def reset(self) -> None:
-        """Do nothing: after a refusal the group is as it was."""
 
     def close(self) -> None:
         if self._members.failure is None:

@@ -7,7 +7,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,6 +22,7 @@ from .messages import (
     VERSION,
     Channel,
     Greeting,
+    Link,
     Offer,
     Outcome,
     Parcel,
@@ -38,26 +39,6 @@ _PIECE = 1 << 20  # bytes that are sent at once
 _BUSY = 0.25  # seconds until weights are sent again to a server that was staging others
 
 
-class Link(Protocol):
-    """The way to a receiver. It is used by one thread. tick: seconds between two calls of `idle`; None: no call."""
-
-    tick: float | None
-
-    def deliver(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
-        """Let weights be served, and return the receipt. Raises the receiver's reason, and TransferFailed."""
-        ...
-
-    def idle(self) -> None:
-        """Called while there is nothing to deliver. Raises TransferFailed."""
-        ...
-
-    def reset(self) -> None:
-        """Called after a delivery that has failed: begin anew."""
-        ...
-
-    def close(self) -> None: ...
-
-
 def link_to(to: str | ProcessGroup, graph_id: str, token: str | None, model: str | None) -> Link:
     """Return the way to an address, or to the other ranks of a process group.
 
@@ -72,24 +53,8 @@ def link_to(to: str | ProcessGroup, graph_id: str, token: str | None, model: str
     return UnixLink(to, graph_id)
 
 
-class NoLink:
-    """That of a trainer's rank which sends by rank 0."""
-
-    tick: float | None = None
-
-    def deliver(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
-        """Is never called."""
-        raise NotImplementedError
-
-    def idle(self) -> None: ...
-
-    reset = close = idle
-
-
-class UnixLink:
+class UnixLink(Link):
     """A socket on which a receiver listens."""
-
-    tick: float | None = None
 
     def __init__(self, to: str, graph_id: str) -> None:
         self._to, self._graph_id = to, graph_id
@@ -147,9 +112,6 @@ class UnixLink:
             self._channel = channel
         return self._channel
 
-    def idle(self) -> None:
-        """Do nothing: the connection stays open."""
-
     def reset(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
@@ -158,10 +120,8 @@ class UnixLink:
     close = reset
 
 
-class HttpLink:
+class HttpLink(Link):
     """The admin plane of a server, which stages weights while they arrive."""
-
-    tick: float | None = None
 
     def __init__(self, to: str, graph_id: str, token: str | None, model: str | None) -> None:
         token = token or os.environ.get(ENVIRONMENT, "").strip()
@@ -208,13 +168,8 @@ class HttpLink:
             )
         return str(named[0]["name"])
 
-    def idle(self) -> None:
-        """Do nothing: each delivery has a connection of its own."""
-
     def reset(self) -> None:
         self._name = None  # another server may be there by then
-
-    close = reset
 
 
 def _reason(error: AdminRefused) -> Exception:

@@ -24,6 +24,7 @@ import msgspec
 
 from weightswap_runtime import errors
 from weightswap_runtime.errors import SwapError, TransferFailed, Unsupported, WeightswapError, reason_of
+from weightswap_runtime.live.receipt import SwapReceipt
 
 VERSION = 1  # of this protocol
 _MOST_LINE = 1 << 20  # bytes
@@ -120,6 +121,26 @@ class Parcel(Protocol):
     def pieces(self, most: int) -> Iterable[memoryview]:
         """Yield the header, and then the rest in pieces of at most so many bytes."""
         ...
+
+
+class Link:
+    """The way to a receiver, used by one thread. This one, to nobody, is that of a trainer's rank which sends by rank
+    0."""
+
+    tick: float | None = None  # seconds between two calls of `idle`; None: no call
+
+    def deliver(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
+        """Let weights be served, and return the receipt. Raises the receiver's reason, and TransferFailed."""
+        raise NotImplementedError
+
+    def idle(self) -> None:
+        """Called while there is nothing to deliver. Raises TransferFailed."""
+
+    def reset(self) -> None:
+        """Called after a delivery that has failed: begin anew."""
+
+    def close(self) -> None:
+        """Called at the end."""
 
 
 class Channel:

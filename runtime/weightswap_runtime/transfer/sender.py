@@ -44,7 +44,8 @@ from weightswap_runtime.tensors import TensorType, tensor_digest
 from weightswap_runtime.threads import Background, WorkerThreads
 
 from .gathering import send_together
-from .links import NoLink, link_to
+from .links import link_to
+from .messages import Link
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -132,7 +133,7 @@ class Sender(AbstractContextManager["Sender"]):
             raise Unsupported(f"{self.artifact.path}: is for several ranks, which receive nothing; give them files")
         self._trainers = None if trainers is None else Members(trainers)
         is_first = self._trainers is None or self._trainers.rank == 0
-        self._link = link_to(to, self.artifact.graph_id, token, model) if is_first else NoLink()
+        self._link = link_to(to, self.artifact.graph_id, token, model) if is_first else Link()
         self._timeout = math.inf if timeout is None else timeout
         self._composed = tuple(self.artifact.kinds)
         self._layout = _FileLayout(self.artifact.manifest)
