@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, NoReturn, Protocol, get_args
+from typing import Literal, NamedTuple, NoReturn, get_args
 
 from msgspec.structs import replace
 
@@ -82,65 +82,11 @@ class StagedWeights:
         return self.session
 
 
-class Residency(Protocol):
+class Residency:
     """A strategy for where weights are staged, and how they become the served ones."""
 
     name: str
-
-    @property
-    def sessions(self) -> tuple[Session, ...]:
-        """The sessions that calls can reach."""
-        ...
-
-    def target(self, timeout: float | None, job: Job) -> AbstractContextManager[tuple[Session, StagedIn]]:
-        """Let the block write a full set into a session that is not served. Raises WaitTimeout and OutOfMemory."""
-        ...
-
-    def stage_patch(
-        self, identity: Identity, report: StagingReport, patch: HostPatch, timeout: float | None, job: Job
-    ) -> StagedWeights:
-        """Stage the live set with a patch applied. Raises WaitTimeout, OutOfMemory and StageCancelled."""
-        ...
-
-    def commit(self, staged: StagedWeights, timeout: float | None, caller: Uninterrupted) -> Commit:
-        """Serve staged weights. `caller.check` is called during the wait for calls and pins, and may end it."""
-        ...
-
-    @property
-    def previous(self) -> Version[Session] | None:
-        """The version that a rollback would serve."""
-        ...
-
-    def rollback(self, timeout: float | None, caller: Uninterrupted) -> Commit:
-        """Serve the previous version, as in `commit`. Raises NothingToRollBack."""
-        ...
-
-
-def open_residency(
-    name: str,
-    new_session: NewSession,
-    memory: Memory,
-    layout: ArenaLayout,
-    gate: Gate[Session],
-    workers: WorkerThreads,
-    keep: bool,
-) -> Residency:
-    """Return the residency "double" or "single". keep: whether host memory keeps the weights before the last commit.
-
-    Raises Unsupported for any other name.
-    """
-    if name not in RESIDENCIES:
-        raise Unsupported(f'residency={name!r}: expected "double" or "single"')
-    return (Double if name == "double" else Single)(new_session, memory, layout, gate, workers, keep)
-
-
-class Double:
-    """Two arenas, each with its own session. A commit exchanges them; the old weights stay for a rollback.
-
-    A staging overwrites the old weights. With `keep` they are saved first, for a rollback if no commit follows.
-    """
-
-    name = "double"
+    sessions: tuple[Session, ...] = ()  # those that calls can reach
 
     def __init__(
         self,
@@ -151,12 +97,53 @@ class Double:
         workers: WorkerThreads,
         keep: bool,
     ) -> None:
-        self._gate, self._workers, self._memory = gate, workers, memory
+        """keep: whether host memory keeps the weights before the last commit."""
+        self._memory, self._layout, self._gate, self._workers, self._keep = memory, layout, gate, workers, keep
+        self._open(new_session)
+
+    def _open(self, new_session: NewSession) -> None:
+        """Allocate the memory of the served weights."""
+        raise NotImplementedError
+
+    def target(self, timeout: float | None, job: Job) -> AbstractContextManager[tuple[Session, StagedIn]]:
+        """Let the block write a full set into a session that is not served. Raises WaitTimeout and OutOfMemory."""
+        raise NotImplementedError
+
+    def stage_patch(
+        self, identity: Identity, report: StagingReport, patch: HostPatch, timeout: float | None, job: Job
+    ) -> StagedWeights:
+        """Stage the live set with a patch applied. Raises WaitTimeout, OutOfMemory and StageCancelled."""
+        raise NotImplementedError
+
+    def commit(self, staged: StagedWeights, timeout: float | None, caller: Uninterrupted) -> Commit:
+        """Serve staged weights. `caller.check` is called during the wait for calls and pins, and may end it."""
+        raise NotImplementedError
+
+    @property
+    def previous(self) -> Version[Session] | None:
+        """The version that a rollback would serve."""
+        return None
+
+    def rollback(self, timeout: float | None, caller: Uninterrupted) -> Commit:
+        """Serve the previous version, as in `commit`. Raises NothingToRollBack."""
+        raise NotImplementedError
+
+
+class Double(Residency):
+    """Two arenas, each with its own session. A commit exchanges them; the old weights stay for a rollback.
+
+    A staging overwrites the old weights. With `keep` they are saved first, for a rollback if no commit follows.
+    """
+
+    name = "double"
+
+    def _open(self, new_session: NewSession) -> None:
+        memory, layout = self._memory, self._layout
         with advising(FOR_TWO):
             self.sessions = (new_session(memory.arena(layout)), new_session(memory.arena(layout)))
         self._resident: dict[Session, Version[Session]] = {}  # by session, the version that is complete in it
         with advising(FOR_PREVIOUS):
-            self._saved = HostArena(layout) if keep else None
+            self._saved = HostArena(layout) if self._keep else None
         self._displaced: Version[Session] | None = None  # the version in `_saved`
         self._gap: _Gap | None = None  # between the arenas, where the last staging was a patch
 
@@ -262,30 +249,18 @@ class _Gap(NamedTuple):
         return (one is self.one and other is self.other) or (one is self.other and other is self.one)
 
 
-class Single:
+class Single(Residency):
     """One served arena. Each staging has memory of its own, which is freed after the commit has copied it in place."""
 
     name = "single"
 
-    def __init__(
-        self,
-        new_session: NewSession,
-        memory: Memory,
-        layout: ArenaLayout,
-        gate: Gate[Session],
-        workers: WorkerThreads,
-        keep: bool,
-    ) -> None:
-        self._new_session, self._memory, self._layout = new_session, memory, layout
-        self._gate, self._workers, self._keep = gate, workers, keep
+    def _open(self, new_session: NewSession) -> None:
+        self._new_session = new_session
         with advising(FOR_ONE):
-            self._live = self._new_session(self._memory.arena(self._layout))
+            self._live = new_session(self._memory.arena(self._layout))
+        self.sessions = (self._live,)
         # the weights before the last commit, as a full set or as the patch that restores them
         self._previous: tuple[Arena | Patch, Version[Session]] | None = None
-
-    @property
-    def sessions(self) -> tuple[Session, ...]:
-        return (self._live,)
 
     @contextmanager
     def target(self, timeout: float | None, job: Job) -> Iterator[tuple[Session, StagedIn]]:
@@ -477,11 +452,8 @@ class _Undo(NamedTuple):
     version: Version[Session]
 
 
-class Ended:
+class Ended(Residency):
     """The residency after all models were closed; it has no memory."""
-
-    sessions: tuple[Session, ...] = ()
-    previous = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -490,6 +462,13 @@ class Ended:
         raise ModelClosed
 
     target = stage_patch = commit = rollback = _refuse
+
+
+def residency_of(name: str) -> type[Residency]:
+    """Return the class of the residency "double" or "single". Raises Unsupported for any other name."""
+    if name not in RESIDENCIES:
+        raise Unsupported(f'residency={name!r}: expected "double" or "single"')
+    return Double if name == "double" else Single
 
 
 def next_generation(gate: Gate[Session]) -> int:

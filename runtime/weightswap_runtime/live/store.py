@@ -66,7 +66,7 @@ from .context import Contexts
 from .gate import Gate, Turns
 from .ranks import Ranks
 from .receipt import Event, EventKind, Events, SwapReceipt
-from .residency import Commit, Ended, Residency, StagedWeights, open_residency
+from .residency import Commit, Ended, StagedWeights, residency_of
 from .session import Member, Session, bind, check_same_weights, memory_errors, run_prologue
 from .variants import VariantReceipt, Variants
 
@@ -115,15 +115,8 @@ class WeightStore:
         self._members: dict[int, Member] = {}
         self._numbers = count()
         self._open: set[int] = set()  # ids of the members whose models are not closed
-        self._residency: Residency = open_residency(
-            residency,
-            self._new_session,
-            memory,
-            self.layout,
-            self.gate,
-            self.workers,
-            keep=keep_previous == "host",
-        )
+        keep = keep_previous == "host"
+        self._residency = residency_of(residency)(self._new_session, memory, self.layout, self.gate, self.workers, keep)
         renew_in_children(self)
 
     def _renew(self) -> None:
