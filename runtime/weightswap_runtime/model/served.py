@@ -178,8 +178,7 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
         In single residency a commit waits until the block ends; in double residency the staging after a commit does.
         """
         self._check_open()
-        ranks = self._store.ranks
-        return Pinned(self._methods, self._gate) if ranks is None else _PinnedOnRanks(self._methods, self._gate, ranks)
+        return Pinned(self._methods, self._gate, self._store.ranks)
 
     def new_context(self, *, on_swap: OnSwap = "invalidate") -> Context:
         """Return a copy of the initial state, for calls with `context=`.
@@ -327,25 +326,32 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
 class Pinned(Caller, AbstractContextManager["Pinned"]):
     """One version of the model for the length of a `with` block; threads may share it."""
 
-    def __init__(self, methods: Methods, gate: Gate[Session]) -> None:
+    def __init__(self, methods: Methods, gate: Gate[Session], ranks: Ranks | None) -> None:
         super().__init__(methods)
         self._gate = gate
+        self._ranks = ranks  # which may have to keep changes out
         self._version: Version[Session] | None = None
         self._lease: Pin
 
     def __enter__(self) -> Pinned:
         if self._version is not None:
             raise CallError("this pin was already entered; call model.pin() for each block")
-        self._lease = Pin()  # of the thread that enters
-        self._version = self._gate.acquire(self._lease)
+        with ExitStack() as entered:
+            if self._ranks is not None:
+                entered.enter_context(self._ranks.without_changes())
+            self._lease = Pin()  # of the thread that enters
+            self._version = self._gate.acquire(self._lease)
+            self._entered = entered.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lease.end()
-        version = self._pinned()
-        self._version = Version(None, version.generation, version.identity)  # type: ignore[arg-type]  # drops the session
-        if version.session is not None:
-            self._gate.release(version.session, self._lease)
+        with self._entered:
+            self._lease.end()
+            version = self._pinned()
+            # without the session, which this drops
+            self._version = Version(None, version.generation, version.identity)  # type: ignore[arg-type]
+            if version.session is not None:
+                self._gate.release(version.session, self._lease)
 
     @property
     def weights_id(self) -> str:
@@ -379,25 +385,6 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
         finally:
             if session is not None:
                 self._gate.release(session, lease)
-
-
-class _PinnedOnRanks(Pinned):
-    """A pin on several ranks, which may have to keep changes out."""
-
-    def __init__(self, methods: Methods, gate: Gate[Session], ranks: Ranks) -> None:
-        super().__init__(methods, gate)
-        self._ranks = ranks
-
-    def __enter__(self) -> Pinned:
-        with ExitStack() as entered:
-            entered.enter_context(self._ranks.without_changes())
-            pinned = super().__enter__()
-            self._entered = entered.pop_all()
-        return pinned
-
-    def __exit__(self, *_: object) -> None:
-        with self._entered:
-            super().__exit__()
 
 
 def choice_of(model: ServedModel, names: VariantNames) -> Choice:
