@@ -46,6 +46,7 @@ Words after a colon are values of the error's field `reason`.
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
@@ -474,3 +475,11 @@ def join_seconds(timeout: float | None) -> float | None:
     """Return a timeout that `threading` accepts: it takes no infinity. Raises Unsupported."""
     check_timeout(timeout)
     return None if timeout is None else min(timeout, TIMEOUT_MAX)
+
+
+def seconds_left(deadline: float) -> float:
+    """Return the seconds until a deadline, at most what sockets accept. Raises TimeoutError."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no time is left")
+    return min(left, 1e6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import math
 import os
 import select
 import socket
@@ -16,7 +17,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
-from weightswap_runtime.errors import Unsupported, WeightswapError
+from weightswap_runtime.errors import Unsupported, WeightswapError, seconds_left
 from weightswap_runtime.sources.location import printable
 
 ENVIRONMENT = "WEIGHTSWAP_ADMIN_TOKEN"
@@ -89,7 +90,7 @@ class AdminClient:
         waits: bool = False,
     ) -> Any:
         """waits: the server may take long to read the body, within the timeout."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         with closing(self._connect()) as connection:
             try:
                 connection.connect()
@@ -99,7 +100,7 @@ class AdminClient:
                 if waits:
                     body = _until_answered(connection, body, deadline)
                 self._send(connection, method, path, body, {**self._headers, **headers})
-                connection.sock.settimeout(_left(deadline))  # None: staging may take minutes
+                connection.sock.settimeout(seconds_left(deadline))  # staging may take minutes
                 response = connection.getresponse()
                 content = response.read()
             except TimeoutError as error:
@@ -151,25 +152,17 @@ def read_token(path: Path | None) -> str:
 
 
 def _until_answered(
-    connection: http.client.HTTPConnection, pieces: Iterable[Piece], deadline: float | None
+    connection: http.client.HTTPConnection, pieces: Iterable[Piece], deadline: float
 ) -> Iterator[Piece]:
     """Yield the pieces of a body, until the server answers: it has refused it, and does not want the rest."""
     answers = select.poll()
     if not isinstance(connection.sock, ssl.SSLSocket):  # which also gets what is no answer
         answers.register(connection.sock, select.POLLIN)
     for piece in pieces:
-        connection.sock.settimeout(_left(deadline))
+        connection.sock.settimeout(seconds_left(deadline))
         if answers.poll(0):
             return
         yield piece
-
-
-def _left(deadline: float | None) -> float | None:
-    """Return the seconds that are left. Raises TimeoutError."""
-    left = None if deadline is None else deadline - time.monotonic()
-    if left is not None and left <= 0:
-        raise TimeoutError("no time is left")
-    return left
 
 
 def _connector(url: str) -> Callable[[], http.client.HTTPConnection]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weightswap_runtime.errors import GraphMismatch, StagingBusy, TransferFailed, Unsupported
+from weightswap_runtime.errors import GraphMismatch, StagingBusy, TransferFailed, Unsupported, seconds_left
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import printable
 
@@ -144,17 +144,17 @@ class HttpLink(Link):
     def _send(self, weights_id: str, parcel: Parcel, deadline: float) -> SwapReceipt:
         try:
             if self._name is None:
-                self._name = self._greet(_left(deadline))
+                self._name = self._greet(seconds_left(deadline))
             answer = self._client.send(
-                self._name, "swap", parcel.pieces(_PIECE), parcel.size, {"expect": weights_id}, _left(deadline)
+                self._name, "swap", parcel.pieces(_PIECE), parcel.size, {"expect": weights_id}, seconds_left(deadline)
             )
         except AdminRefused as error:
             raise _reason(error) from error
-        except AdminUnreachable as error:
+        except (AdminUnreachable, TimeoutError) as error:
             raise TransferFailed(*error.args) from error
         return msgspec.convert(answer["receipt"], SwapReceipt)
 
-    def _greet(self, timeout: float | None) -> str:
+    def _greet(self, timeout: float) -> str:
         """Return the name of the model to send to. Raises GraphMismatch and Unsupported."""
         where, models = self._client.where, self._client.get("/admin/status", timeout)["models"]
         named: list[dict[str, Any]] = [each for each in models if self._model in (None, each["name"])]
@@ -176,10 +176,3 @@ def _reason(error: AdminRefused) -> Exception:
     """Return the error of the server, or a TransferFailed for one that is not about weights."""
     kind = Refusal(error.kind, tuple(map(str, error.args)), reason=error.reason).as_error()
     return kind if type(kind).__name__ == error.kind else TransferFailed(*error.args)
-
-
-def _left(deadline: float) -> float | None:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TransferFailed("no time is left")
-    return None if left == float("inf") else left

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from weightswap_runtime import errors
-from weightswap_runtime.errors import SwapError, TransferFailed, Unsupported, WeightswapError, reason_of
+from weightswap_runtime.errors import SwapError, TransferFailed, Unsupported, WeightswapError, reason_of, seconds_left
 from weightswap_runtime.live.receipt import SwapReceipt
 
 VERSION = 1  # of this protocol
@@ -157,7 +157,7 @@ class Channel:
         line = msgspec.json.encode(document) + b"\n"
         rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(descriptor))]
         try:
-            self._socket.settimeout(_left(deadline))
+            self._socket.settimeout(seconds_left(deadline))
             sent = self._socket.sendmsg([line], rights)
             self._socket.sendall(line[sent:])
         except OSError as error:
@@ -188,7 +188,7 @@ class Channel:
     def _receive_part(self, deadline: float) -> bool:
         """Wait for more bytes; return whether some came. Raises TransferFailed."""
         try:
-            self._socket.settimeout(_left(deadline))
+            self._socket.settimeout(seconds_left(deadline))
             data, rights, _, _ = self._socket.recvmsg(_PART, socket.CMSG_SPACE(_DESCRIPTOR.size))
         except TimeoutError as error:
             raise TransferFailed("the other side did not answer in time") from error
@@ -217,10 +217,3 @@ class Channel:
     def close(self) -> None:
         self._drop_descriptor()
         self._socket.close()
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("no time is left")
-    return min(left, 1e6)
