@@ -23,8 +23,8 @@ from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import Artifact, DeviceError, InputMismatch, Model, OutOfMemory, Unsupported, load, write_delta
 from weightswap_runtime.engines.torch_cpu import BoundTorch
 from weightswap_runtime.memory import torch_device as own_streams
-from weightswap_runtime.memory.device_memory import RESERVE
-from weightswap_runtime.memory.torch_device import Accelerator, open_accelerator, ring_of
+from weightswap_runtime.memory.device_memory import RESERVE, ring_of
+from weightswap_runtime.memory.torch_device import Accelerator, open_accelerator
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning")
 

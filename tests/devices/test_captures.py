@@ -14,7 +14,6 @@ from weightswap_runtime.engines.torch_device import AcceleratedEngine, Accelerat
 from weightswap_runtime.errors import DeviceError, Unsupported
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.memory.arena import ArenaLayout
-from weightswap_runtime.memory.device import Event, Stream
 from weightswap_runtime.memory.device_arena import DeviceArena, Ring
 
 
@@ -28,19 +27,19 @@ class SynchronousDevice:
         self.capturing: set[int] = set()
         self.waits: list[tuple[int, int]] = []
 
-    def current(self) -> Stream:
+    def current(self) -> int:
         return self.key
 
     def current_key(self) -> int:
         return self.key
 
-    def mark(self, stream: Stream) -> Event:
+    def mark(self, stream: int) -> int:
         return stream
 
-    def wait(self, stream: Stream, mark: Event) -> None:
+    def wait(self, stream: int, mark: int) -> None:
         self.waits.append((stream, mark))
 
-    def is_capturing(self, stream: Stream) -> bool:
+    def is_capturing(self, stream: int) -> bool:
         return stream in self.capturing
 
 

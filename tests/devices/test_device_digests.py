@@ -34,8 +34,7 @@ from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory import device_arena, torch_device
-from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, Content, Inspected
-from weightswap_runtime.memory.device import BlockTable
+from weightswap_runtime.memory.arena import ArenaLayout, BlockTable, ByteRange, Content, Inspected
 from weightswap_runtime.memory.device_arena import DeviceArena, Ring
 from weightswap_runtime.memory.torch_device import SOURCE, TorchBuffer, compile_source
 from weightswap_runtime.sources.byte_source import LocalFile

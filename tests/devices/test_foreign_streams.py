@@ -18,7 +18,7 @@ from tests.devices.test_standin_storm import Served, values_of
 from tests.support.standin import Queue, StandIn
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DeviceError, Unsupported
-from weightswap_runtime.memory import torch_device
+from weightswap_runtime.memory import device_memory, torch_device
 from weightswap_runtime.memory import torch_device as own_streams
 from weightswap_runtime.memory.torch_device import Accelerator, _Account
 
@@ -256,13 +256,13 @@ def test_a_wait_for_an_event_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dropped_model_gives_its_streams_back_though_the_ring_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_device, "_rings", {})
+    monkeypatch.setattr(device_memory, "_rings", {})
     monkeypatch.setattr(torch_device, "lend_stream", lambda *_: None)
     first = Accelerator(torch.device("cuda", 0))
-    ring, dropped = torch_device.ring_of(first), weakref.ref(first)
+    ring, dropped = device_memory.ring_of(first), weakref.ref(first)
     del first
     assert dropped() is None
-    assert torch_device.ring_of(Accelerator(torch.device("cuda", 0))) is ring
+    assert device_memory.ring_of(Accelerator(torch.device("cuda", 0))) is ring
 
 
 def test_collecting_an_arena_while_one_is_counted_does_not_block() -> None:

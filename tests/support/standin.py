@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from weightswap_runtime.memory.arena import Copy
-from weightswap_runtime.memory.device import Rows
+from weightswap_runtime.memory.arena import Copy, Rows
 
 Work = Callable[[], bool]  # False: not yet
 

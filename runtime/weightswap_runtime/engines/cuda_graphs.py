@@ -11,13 +11,13 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from threading import RLock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightswap_runtime.errors import Unsupported, lacks_memory
-from weightswap_runtime.memory.device import Device, Stream, check_not_capturing
+from weightswap_runtime.memory.device_arena import check_not_capturing
 from weightswap_runtime.memory.torch_device import Accelerator, is_ours, lend_stream
 from weightswap_runtime.threads import without_garbage_collection
 from weightswap_runtime.torch_tensors import default_torch_modes
@@ -33,21 +33,6 @@ _log.addHandler(logging.NullHandler())  # quiet unless the application configure
 Inputs = list[Any]  # flat inputs of a method
 Function = Callable[[], list[Any]]
 Recorded = tuple[Callable[[], object], list[Any]]
-
-
-class GraphRecorder(Protocol):
-    """Records the work that a function enqueues on a device."""
-
-    def record(self, function: Function) -> Recorded:
-        """Run the function several times. Return a function that replays its work, and the tensors with its results.
-
-        A replay runs in the current stream, and must follow the previous one.
-        """
-        ...
-
-    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep the memory of tensors, once they are dropped, until the current stream has done its work until then."""
-        ...
 
 
 class Shapes:
@@ -103,7 +88,7 @@ class Captures:
     """The captured calls of one session. They share scratch memory, so each replay waits for the previous one."""
 
     def __init__(
-        self, device: Device, recorder: GraphRecorder, shapes: Shapes, run: Callable[[str, Inputs], list[Any]]
+        self, device: Accelerator, recorder: CudaRecorder, shapes: Shapes, run: Callable[[str, Inputs], list[Any]]
     ) -> None:
         """run: function that runs a method on flat inputs."""
         self._device = device
@@ -224,7 +209,8 @@ class CudaRecorder:
     def record(self, function: Function) -> Recorded:
         """Warm the function up, then record it. Unlike with `torch.cuda.graph`, other threads and streams keep running.
 
-        Returns a function that replays it in the current stream, and the tensors that then hold its results.
+        Returns a function that replays it in the current stream, and must follow the previous replay, and the tensors
+        that then hold its results.
         """
         outer = self._accelerator.current()
         with _capturing:
@@ -237,11 +223,12 @@ class CudaRecorder:
                     self._accelerator.wait(outer, self._accelerator.mark(stream))
 
     def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep the memory of tensors, once they are dropped, until the current stream has done its work until then."""
         stream = self._accelerator.current()
         for tensor in tensors:
             tensor.record_stream(stream)
 
-    def _warm_up(self, function: Function, outer: Stream) -> None:
+    def _warm_up(self, function: Function, outer: torch.Stream) -> None:
         """Run in a stream that all recorders share: torch's allocator caches memory per stream."""
         stream = _shared_stream("warm-ups", self._accelerator)
         with self._accelerator.on(stream):
@@ -322,7 +309,7 @@ class OwnStream:
     def __init__(self, accelerator: Accelerator) -> None:
         """Raises Unsupported where only torch itself can create streams, as it deals the same ones to others."""
         # not one that was used for something else, in which cuBLAS may have memory that is not the graph's
-        self.stream: Stream = lend_stream(self, accelerator.torch, _PRIORITY, "captures")
+        self.stream: torch.Stream = lend_stream(self, accelerator.torch, _PRIORITY, "captures")
         if not is_ours(self.stream.stream_id):
             raise Unsupported(
                 "cuda_graphs: CUDA creates no stream that is ours alone; it may be linked into this build of torch"
@@ -332,7 +319,7 @@ class OwnStream:
 _shared: dict[tuple[str, int], OwnStream] = {}
 
 
-def _shared_stream(purpose: str, accelerator: Accelerator) -> Stream:
+def _shared_stream(purpose: str, accelerator: Accelerator) -> torch.Stream:
     """Return a stream of a device that all recorders share, one at a time."""
     key = purpose, accelerator.index
     if key not in _shared:

@@ -31,13 +31,12 @@ from weightswap_runtime.format.signature import (
     size_at,
 )
 from weightswap_runtime.memory.arena import Arena
-from weightswap_runtime.memory.device import check_call
-from weightswap_runtime.memory.device_arena import DeviceArena
-from weightswap_runtime.memory.torch_device import Accelerator, TorchBuffer, open_accelerator
+from weightswap_runtime.memory.device_arena import DeviceArena, check_call
+from weightswap_runtime.memory.torch_device import Accelerator, open_accelerator
 from weightswap_runtime.tensors import TensorBytes
 from weightswap_runtime.torch_tensors import default_torch_modes, torch_dtype
 
-from .cuda_graphs import Captures, CudaRecorder, GraphRecorder, Shapes
+from .cuda_graphs import Captures, CudaRecorder, Shapes
 from .engine import AUTO, Bound, Chosen, CudaGraphs, State
 from .torch_calls import ChosenTensors, MethodCall, TorchState, check_plain, uncompiled
 from .torch_cpu import BoundTorch, TorchEngine, layout_problem
@@ -93,7 +92,6 @@ class AcceleratedEngine(TorchEngine):
 
     def _flat(self, arena: Arena, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
         assert isinstance(arena, DeviceArena)
-        assert isinstance(arena.buffer, TorchBuffer)
         storage = arena.buffer.tensor.untyped_storage()
         flat = torch.empty(0, dtype=dtype, device=self.device)
         return flat.set_(storage, offset // dtype.itemsize, (count,), (1,))
@@ -115,7 +113,7 @@ class AcceleratedEngine(TorchEngine):
                 value.record_stream(stream)
         return AcceleratedState(self._manifest.state, self._initial, self._accelerator)
 
-    def _new_recorder(self) -> GraphRecorder:
+    def _new_recorder(self) -> CudaRecorder:
         return CudaRecorder(self._accelerator)
 
     def tensor(self, content: TensorBytes) -> torch.Tensor:
@@ -178,7 +176,7 @@ class BoundAccelerated(BoundTorch):
         self._own = owned  # what is neither in the arena nor of a call
         self._captures: Captures | None = None
 
-    def capture(self, recorder: GraphRecorder, shapes: Shapes) -> None:
+    def capture(self, recorder: CudaRecorder, shapes: Shapes) -> None:
         """Capture calls without a state from now on, those of named shapes as soon as there are weights."""
         self._captures = Captures(self._accelerator, recorder, shapes, super().run)
 

@@ -31,6 +31,7 @@ from weightswap_runtime.threads import WorkerThreads
 COPY_CHUNK = 16 << 20  # bytes that a thread copies at once, or one large weight would keep one thread busy at the end
 MOST_CHUNK = 64 << 20  # bytes likewise of a large set
 LEAST_SHARE = 1 << 20  # bytes of small ranges that one thread copies in less time than it takes to call another
+_FEW = 16  # ranges that are copied one by one
 Buffer = mmap.mmap | ctypes.Array[ctypes.c_char]
 
 
@@ -93,6 +94,53 @@ class Inspection(Protocol):
     def results(self) -> Inspected | None:
         """Return what was found; None if it could not be, or turns out to be wrong."""
         ...
+
+
+class BlockTable(NamedTuple):
+    """Blocks of tensors in a buffer, one row for each; a Python object for each would take longer than its copy."""
+
+    offsets: np.ndarray  # int64, in bytes
+    lengths: np.ndarray  # int64, in bytes
+    kinds: np.ndarray  # indices of their dtypes
+    dtypes: list[str]
+
+    @classmethod
+    def of(cls, contents: Sequence[Content]) -> BlockTable:
+        slots = np.array([content.slot for content in contents], np.int64)
+        dtypes = sorted({content.dtype for content in contents})
+        kinds = np.array([dtypes.index(content.dtype) for content in contents])
+        counts = np.maximum(1, -(-slots[:, 1] // BLOCK))  # an empty tensor has one block
+        starts = (np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)) * BLOCK
+        lengths = np.minimum(BLOCK, np.repeat(slots[:, 1], counts) - starts)
+        return cls(np.repeat(slots[:, 0], counts) + starts, lengths, np.repeat(kinds, counts), dtypes)
+
+    def windows(self, nbytes: int) -> list[int]:
+        """Return the ends of windows of about so many bytes, as indices."""
+        numbers = (self.lengths.cumsum() - self.lengths) // nbytes
+        return [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+
+
+class Rows(NamedTuple):
+    """Rows of a table in an arena, with a region that has their content, and their numbers as int64."""
+
+    base: int  # offset in the arena of the row with the number 0
+    width: int  # bytes of a row
+    total: int  # of rows
+    begin: int  # offset in the region of the rows' content, end to end
+    numbers: int  # offset in the region of their numbers, a multiple of 8
+
+    @property
+    def end(self) -> int:
+        return self.numbers + 8 * self.total
+
+    @classmethod
+    def of(cls, part: ByteRanges, begin: int) -> Rows | None:
+        """Return the rows that these ranges are, for a region; None if they are not rows, or fewer than a few."""
+        width = part.width
+        if width is None or len(part.begins) < _FEW or not part.moved(-int(part.begins[0])).are_multiples(width):
+            return None
+        numbers = begin + part.nbytes
+        return cls(int(part.begins[0]), width, len(part.begins), begin, numbers + -numbers % 8)
 
 
 class ArenaLayout:

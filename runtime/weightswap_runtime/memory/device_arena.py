@@ -12,21 +12,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
 from threading import Lock, RLock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
 
 from weightswap_runtime.byte_ranges import CHUNK, ByteRanges
-from weightswap_runtime.errors import lacks_memory
+from weightswap_runtime.errors import DeviceError, Unsupported, lacks_memory
 from weightswap_runtime.format.safetensors import ALIGNMENT
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference
 from weightswap_runtime.native import UPLOAD_BYTES, Offsets, as_bytes, copy_bytes
 from weightswap_runtime.tensors import block_count
 from weightswap_runtime.threads import WorkerThreads
 
-from .arena import Arena, ArenaLayout, ByteRange, Content, Copy, Inspected, Inspection, allocate
-from .device import BlockTable, Buffer, Device, Event, Inspector, LockedBuffer, Rows, Stream, check_not_capturing
+from .arena import Arena, ArenaLayout, BlockTable, ByteRange, Content, Copy, Inspected, Inspection, Rows, allocate
 from .host import available
+
+if TYPE_CHECKING:
+    from torch import Event, Stream
+
+    from .torch_device import Accelerator, TorchBuffer, TorchInspector
 
 BUFFER_BYTES = 16 << 20  # of each buffer of a ring
 SHARE = 8  # a ring locks at most 1/SHARE of the host's free memory: a device has two, for stagings and for commits
@@ -45,13 +49,13 @@ class Region:
     apart = BUFFER_BYTES
     most = BUFFER_BYTES - (1 << 20)  # leaves space in a buffer for the gaps between slots
 
-    def __init__(self, device: Device, nbytes: int, ring: Ring) -> None:
+    def __init__(self, device: Accelerator, nbytes: int, ring: Ring) -> None:
         """Raises MemoryError."""
         self.device = device
-        self.buffer: Buffer = device.allocate(max(1, nbytes))
+        self.buffer = device.allocate(max(1, nbytes))
         self.address = self.buffer.address
         self._ring = ring
-        self._written: Event = device.mark(device.staging)  # the memory's previous user may not be done yet
+        self._written = device.mark(device.staging)  # the memory's previous user may not be done yet
         # streams of calls by key, each with the `_written` that it waits for: usually still the last, so that a call
         # costs one look-up
         self._users: dict[int, tuple[Stream, Event]] = {}
@@ -120,7 +124,7 @@ class Region:
         """Return a context whose current stream is that of `writing`."""
         return self.device.on(self._stream)
 
-    def _acquire(self) -> AbstractContextManager[LockedBuffer]:
+    def _acquire(self) -> AbstractContextManager[TorchBuffer]:
         ring = self._ring.urgent if self._stream is self.device.commits else self._ring
         return ring.acquire(self._stream)
 
@@ -168,7 +172,7 @@ class Region:
     ) -> bool:
         """Copy bytes of an open file, or of memory, through buffers of the ring, which others may have in between.
 
-        check: called several times a second; may raise. Returns False as `Device.upload` returns None.
+        check: called several times a second; may raise. Returns False as `Accelerator.upload` returns None.
         """
         total, done = sum(copy.nbytes for copy in copies), 0
         while done < total:
@@ -211,7 +215,7 @@ class Region:
             found.gather_rows(self, [rows])
         return found.fetch(0, rows.numbers), True
 
-    def download(self, offset: int, target: LockedBuffer, at: int, nbytes: int) -> None:
+    def download(self, offset: int, target: TorchBuffer, at: int, nbytes: int) -> None:
         """Copy bytes to page-locked memory; the host waits for them."""
         with self.stream():
             self.use()
@@ -253,7 +257,7 @@ class DeviceArena(Region):
 
     piece = 1 << 30  # not the whole, so that a copy can be cancelled
 
-    def __init__(self, device: Device, layout: ArenaLayout, ring: Ring, *, serves: bool) -> None:
+    def __init__(self, device: Accelerator, layout: ArenaLayout, ring: Ring, *, serves: bool) -> None:
         """serves: the arena lives as long as its model, not just for one staging. Raises MemoryError."""
         super().__init__(device, layout.nbytes, ring)
         self.layout = layout
@@ -290,7 +294,7 @@ class DeviceInspection:
 
     def __init__(self, arena: DeviceArena, blocks: BlockTable) -> None:
         self._arena, self._device, self._blocks = arena, arena.device, blocks
-        self._inspector: Inspector | None = None
+        self._inspector: TorchInspector | None = None
         self._ends = blocks.windows(WINDOW)
         self._missing = [end - begin for begin, end in pairwise([0, *self._ends])]
         self._lock = Lock()
@@ -367,7 +371,7 @@ class Ring:
     A buffer is reused once the device has copied what was in it, so that a thread fills one while others are copied.
     """
 
-    def __init__(self, device: Device, count: int, urgent: Ring | None = None) -> None:
+    def __init__(self, device: Accelerator, count: int, urgent: Ring | None = None) -> None:
         """count: buffers at most. urgent: a ring for copies that calls wait for, which must not wait for files."""
         self.urgent = urgent or self
         self._device = device
@@ -396,7 +400,7 @@ class Ring:
             self.urgent.allocate()
 
     @contextmanager
-    def acquire(self, stream: Stream) -> Iterator[LockedBuffer]:
+    def acquire(self, stream: Stream) -> Iterator[TorchBuffer]:
         """Yield a buffer. The block's copies in `stream` are done before the buffer is used again.
 
         Raises MemoryError if there is no buffer yet and no memory can be page-locked.
@@ -440,7 +444,7 @@ class _Turn(NamedTuple):
     """A buffer of a ring. An interrupt may come between any two instructions, so nothing is ever taken out of the ring:
     who fills a buffer is a claim, which ends with the frame that made it."""
 
-    buffer: LockedBuffer
+    buffer: TorchBuffer
     copied: Event | None = None  # to be waited for before the buffer is filled again
     holder: ClaimReference | None = None  # the claim of the thread that fills it
 
@@ -467,3 +471,21 @@ def plan_runs(slots: Sequence[ByteRange]) -> tuple[list[int], list[Copy]]:
             begins.append(begin)
             runs.append(Copy(offset, begin, size))
     return begins, runs
+
+
+def check_not_capturing(device: Accelerator, stream: Stream) -> None:
+    """Raise DeviceError if a stream is being captured: a mark in it, and work that waits for the mark, would be too."""
+    if device.is_capturing(stream):
+        raise DeviceError(
+            f"{device.name}: a stream that calls have used is being captured in a CUDA graph of the application; "
+            "our copies would become part of it. Wait until the capture ends, or capture on another stream."
+        )
+
+
+def check_call(device: Accelerator, what: str = "a call") -> None:
+    """Raise Unsupported if `what` would be captured in a CUDA graph of the application."""
+    if device.is_capturing_here():
+        raise Unsupported(
+            f"{what} during a capture by the application: replays of its graph would not be ordered with swaps. Load "
+            "with cuda_graphs=..., which captures calls itself."
+        )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, TypeVar, get_args
+from threading import Lock
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -18,14 +19,17 @@ from weightswap_runtime.jobs import Job
 from weightswap_runtime.native import as_bytes
 from weightswap_runtime.threads import WorkerThreads
 
-from .arena import Arena, ArenaLayout, Copy, HostArena, HostPatch, Patch
-from .device import Device, Rows
+from .arena import Arena, ArenaLayout, Copy, HostArena, HostPatch, Patch, Rows
 from .device_arena import BUFFER_BYTES, DeviceArena, Region, Ring
 from .host import HostMemory, Memory, StagedIn
+
+if TYPE_CHECKING:
+    from .torch_device import Accelerator
 
 T = TypeVar("T")
 StagingMode = Literal["auto", "device", "host"]
 HOST = "cpu"
+SPARE = 4  # buffers of a ring that are being copied, beside those that threads fill
 RESERVE = 256 << 20  # bytes that a staging at least leaves for calls
 
 
@@ -49,10 +53,26 @@ def open_memory(device: str, staging: str) -> Memory:
         if staging == "device":
             raise Unsupported('staging="device" is for accelerators; on the CPU weights are staged in host memory')
         return HostMemory()
-    from .torch_device import open_accelerator, ring_of  # needs torch
+    from .torch_device import open_accelerator  # needs torch
 
     accelerator = open_accelerator(device)
     return DeviceMemory(accelerator, ring_of(accelerator), staging)
+
+
+def ring_of(accelerator: Accelerator) -> Ring:
+    """Return the page-locked buffers that all models on a device share."""
+    with _opening:
+        ring = _rings.get(accelerator.index)
+        if ring is None:
+            # the model's would keep its streams for ever
+            owner = type(accelerator)(accelerator.torch)
+            count = WorkerThreads().threads + SPARE
+            ring = _rings[owner.index] = Ring(owner, count, urgent=Ring(owner, count))
+        return ring
+
+
+_opening = Lock()
+_rings: dict[int, Ring] = {}
 
 
 class DeviceMemory:
@@ -62,7 +82,7 @@ class DeviceMemory:
     the ring's buffers.
     """
 
-    def __init__(self, device: Device, ring: Ring, mode: str) -> None:
+    def __init__(self, device: Accelerator, ring: Ring, mode: str) -> None:
         """mode: where single residency stages weights: "auto" on the device if there is room, else on the host.
 
         Raises OutOfMemory if no memory can be page-locked.

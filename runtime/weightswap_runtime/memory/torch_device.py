@@ -29,15 +29,11 @@ import numpy as np
 from weightswap_runtime import native
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.identity import NONFINITE
-from weightswap_runtime.threads import WorkerThreads
 from weightswap_runtime.torch_tensors import default_torch_modes
 
-from .arena import Copy, Inspected
-from .device import BlockTable, Inspector, Rows
-from .device_arena import Ring
+from .arena import BlockTable, Copy, Inspected, Rows
 
 SLICE_NS = 50_000_000  # nanoseconds after which an upload lets others have its buffer, and can be cancelled
-SPARE = 4  # buffers of a ring that are being copied, beside those that threads fill
 SOURCE = Path(__file__).with_name("blake3.cu")
 _KERNEL, _THREADS = "inspect_parts", 256  # as in the source, and so are the fields of _PART and RESULT
 _PART = np.dtype(
@@ -76,23 +72,8 @@ def open_accelerator(name: str) -> Accelerator:
     return Accelerator(torch.device(device.type, index))
 
 
-def ring_of(accelerator: Accelerator) -> Ring:
-    """Return the page-locked buffers that all models on a device share."""
-    with _opening:
-        ring = _rings.get(accelerator.index)
-        if ring is None:
-            owner = Accelerator(accelerator.torch)  # the model's would keep its streams for ever
-            count = WorkerThreads().threads + SPARE
-            ring = _rings[owner.index] = Ring(owner, count, urgent=Ring(owner, count))
-        return ring
-
-
-_opening = Lock()
-_rings: dict[int, Ring] = {}
-
-
 class TorchBuffer:
-    """Bytes as a torch tensor, on a device or page-locked."""
+    """Bytes as a torch tensor, on a device or page-locked. Writes of the device are visible once they are done."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -106,7 +87,14 @@ class TorchBuffer:
 
 
 class Accelerator:
-    """Device of torch's current accelerator, with streams for one model alone."""
+    """Device of torch's current accelerator, with streams for one model alone.
+
+    Copies are enqueued in the calling thread's current stream; the host does not wait. Tests have a stand-in for this.
+    """
+
+    staging: torch.Stream  # for work that no call waits for
+    inspecting: torch.Stream  # for work beside that
+    commits: torch.Stream  # for work that calls wait for
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
@@ -135,7 +123,7 @@ class Accelerator:
     def allocate(self, nbytes: int) -> TorchBuffer:
         """Allocate memory for `staging` with torch's allocator; work enqueued there may still use it.
 
-        Raises MemoryError.
+        Other streams wait for a mark in `staging` first. Raises MemoryError.
         """
         with self._account.growing:
             # once there is another arena, the allocator's peak says less about calls
@@ -192,27 +180,37 @@ class Accelerator:
 
     @default_torch_modes()
     def borrow(self, tensor: Any) -> TorchBuffer | None:
+        """Return a tensor's row-major bytes, for the current stream; None if it is not on this device."""
         if tensor.device != self.torch:
             return None
         rows = tensor.detach().resolve_conj().resolve_neg().contiguous()
         return TorchBuffer(rows.as_strided((rows.numel(),), (1,)).view(torch.uint8))
 
     @default_torch_modes()
-    def inspector(self, buffer: Any, blocks: BlockTable) -> Inspector | None:
+    def inspector(self, buffer: TorchBuffer, blocks: BlockTable) -> TorchInspector | None:
+        """Return an inspector of blocks; None if the device has none. Raises what the device reports."""
         kernel = _kernel_of(self.torch) if self._on_cuda else None
         return None if kernel is None else TorchInspector(self.torch, kernel, buffer, blocks)
 
     def distrust_inspector(self, reason: str, lasting: bool) -> None:
+        """Log that the host inspects a set. lasting: `inspector` returns None from now on."""
         if lasting:
             _kernels[self.torch] = None
         _log.warning("%s: the host computes %s: %s", self.name, "digests" if lasting else "these digests", reason)
 
-    def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
+    def copy(self, target: TorchBuffer, at: int, source: TorchBuffer, begin: int, nbytes: int) -> None:
         target.tensor[at : at + nbytes].copy_(source.tensor[begin : begin + nbytes], non_blocking=True)
 
     def upload(
-        self, target: Any, copies: Sequence[Copy], source: int | memoryview, through: Any, done: int
+        self, target: TorchBuffer, copies: Sequence[Copy], source: int | memoryview, through: TorchBuffer, done: int
     ) -> int | None:
+        """Enqueue copies of an open file's bytes, or of ordinary memory's, without Python.
+
+        They pass through a page-locked buffer of native.UPLOAD_BYTES or more. done: how many of all their bytes are
+        copied already. Returns how many are then, after some milliseconds perhaps not all; these are read, and the
+        buffer as well if it is not all. Returns None, with some copied, if the device cannot do that or if it failed:
+        to copy with the other methods then says why.
+        """
         runtime = _runtime() if self._on_cuda else None
         if runtime is None or native.library is None:
             return None
@@ -233,12 +231,14 @@ class Accelerator:
         return None if done < 0 else done
 
     @default_torch_modes()
-    def scatter(self, target: Any, source: Any, rows: Rows) -> None:
+    def scatter(self, target: TorchBuffer, source: TorchBuffer, rows: Rows) -> None:
+        """Write rows that are end to end in `source` to their places in `target`."""
         table, content, numbers = _of_rows(target, source, rows)
         table.index_copy_(0, numbers, content)
 
     @default_torch_modes()
-    def gather(self, target: Any, source: Any, rows: Rows) -> None:
+    def gather(self, target: TorchBuffer, source: TorchBuffer, rows: Rows) -> None:
+        """The reverse. Fill the rows of `target`, which has their numbers, from their places in `source`."""
         table, content, numbers = _of_rows(source, target, rows)
         torch.index_select(table, 0, numbers, out=content)
 
@@ -274,6 +274,7 @@ class Accelerator:
         return True
 
     def is_capturing(self, stream: Any) -> bool:
+        """Return whether a stream's work is being captured instead of done."""
         with self.on(stream):
             return self.is_capturing_here()
 
@@ -285,6 +286,7 @@ class Accelerator:
             return torch.cuda.is_current_stream_capturing()
 
     def mark(self, stream: Any) -> torch.Event:
+        """Record a mark after all work that is enqueued in `stream`."""
         event = self._new_event()
         event.record(stream)
         return event
@@ -294,10 +296,11 @@ class Accelerator:
         mark.synchronize()
 
     def wait(self, stream: Any, mark: Any) -> None:
+        """Let all later work of `stream` wait for a mark. The host does not wait."""
         stream.wait_event(mark)
 
-    def lend(self, buffer: Any, stream: Any) -> None:
-        """Tell torch's allocator that a stream uses memory."""
+    def lend(self, buffer: TorchBuffer, stream: Any) -> None:
+        """Keep memory, once it is dropped, until `stream` has done all work enqueued until then."""
         buffer.tensor.record_stream(stream)
 
 
@@ -396,12 +399,14 @@ class TorchInspector:
 
     @default_torch_modes()
     def inspect(self, first: int, count: int) -> None:
+        """Enqueue in the current stream: inspect so many blocks from an index on."""
         parts, results = self._parts[first * _PART.itemsize :], self._results[first * RESULT.itemsize :]
         with torch.cuda.device(self._device):
             self._kernel((min(self._grid, count), 1, 1), (_THREADS, 1, 1), [self._buffer.tensor, parts, results, count])
 
     @default_torch_modes()
     def results(self) -> Inspected:
+        """Return what was found in all blocks. The host waits."""
         found = torch.empty(self._results.shape, dtype=torch.uint8, pin_memory=True)
         found.copy_(self._results, non_blocking=True)
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
