@@ -157,15 +157,13 @@ def _is_tensor(leaf: Leaf) -> bool:
     return isinstance(leaf, Tensor | Integer)
 
 
-class _AotiCall:
+class _AotiCall(MethodCall):
     """One method over one arena. A container runs one call at a time, so each call takes one from a pool.
 
     There is a pool for each choice of variants, and a state has containers of its own. Machine code for sizes from 1
-    may divide by a size, which ends the process: a call with an empty input runs the captured graph instead.
+    may divide by a size, which ends the process: a call with an empty input runs the captured graph instead. There is
+    no prologue: constants that AOTInductor folded would be stale after a swap.
     """
-
-    past_autograd = False
-    has_prologue = False
 
     def __init__(self, graph: _AotiGraph, tensors: Tensors, captured: GraphCall | None) -> None:
         """captured: the same method without machine code; None if no input can be empty."""
@@ -186,10 +184,6 @@ class _AotiCall:
         self._plain = all(isinstance(leaf, Tensor) for leaf in graph.outputs)
         if not self.stateful:  # so that no call after a swap has to create it
             self._pools[self._no_variants] = [_Container(self._library, self._tensors)]
-        self.hoisted: list[torch.Tensor] = []
-
-    def run_prologue(self) -> None:
-        """Do nothing: constants that AOTInductor folded would be stale after a swap."""
 
     def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
         tensors = [

@@ -45,7 +45,7 @@ class Chosen(Protocol):
 
 
 class Bound(Protocol):
-    """An engine bound to one arena, permanently."""
+    """An engine bound to one arena, permanently; by default without a prologue."""
 
     def run(
         self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
@@ -60,22 +60,22 @@ class Bound(Protocol):
     @property
     def has_prologue(self) -> bool:
         """True if `run_prologue` computes anything."""
-        ...
+        return False
 
     def run_prologue(self) -> None:
         """Compute what depends on weights and constants alone, before new weights serve. Raises operators' errors."""
-        ...
+        return
 
     def copy_prologue_from(self, other: Bound) -> bool:
         """Copy the results of `run_prologue` from an engine bound to the same weights in another arena.
 
         Allocates no memory. Returns False, with nothing done, if that is not possible.
         """
-        ...
+        return True
 
     def keep(self) -> Callable[[], None]:
         """Copy the results of `run_prologue`. Return a function that restores them without allocating memory."""
-        ...
+        return lambda: None
 
 
 class Engine(Protocol):

@@ -176,8 +176,11 @@ class OnnxState:
         return content_of(as_array(self.values[name], self._dtypes[name]))
 
 
-class BoundOnnx:
-    """All methods over one arena. Safe to call from any number of threads, if each call has a state of its own."""
+class BoundOnnx(Bound):
+    """All methods over one arena. Safe to call from any number of threads, if each call has a state of its own.
+
+    ONNX Runtime keeps nothing that depends on weights.
+    """
 
     def __init__(self, calls: Mapping[str, _CpuCall], arena: Arena, new_state: Callable[[], OnnxState]) -> None:
         self._calls = calls
@@ -195,19 +198,6 @@ class BoundOnnx:
         own = state if state is not None else self._new_state()
         assert isinstance(own, OnnxState)
         return call(inputs, own, chosen)
-
-    has_prologue = False
-
-    def run_prologue(self) -> None:
-        """Do nothing: ONNX Runtime keeps nothing that depends on weights."""
-
-    def copy_prologue_from(self, other: Bound) -> bool:
-        """Do nothing: there is no prologue."""
-        return True
-
-    def keep(self) -> Callable[[], None]:
-        """Do nothing: there is no prologue."""
-        return lambda: None
 
     def _renew(self) -> None:
         for call in self._calls.values():

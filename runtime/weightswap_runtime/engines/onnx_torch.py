@@ -192,15 +192,12 @@ class OnnxAcceleratedEngine(AcceleratedEngine):
         """Return None: outputs equal eager only within tolerances."""
 
 
-class OnnxCall:
+class OnnxCall(MethodCall):
     """One method over one arena. Bindings are not safe to share, so each call takes one from a pool.
 
     ONNX Runtime works in streams of its own, so the host waits: before a call until its inputs and the weights are
     ready, and in the call until the outputs are.
     """
-
-    past_autograd = False
-    has_prologue = False
 
     def __init__(self, graph: OnnxGraph, tensors: Tensors, accelerator: Accelerator, device: str) -> None:
         """device: its name in ONNX Runtime. Raises Unsupported for outputs of dtypes that DLPack lacks."""
@@ -217,13 +214,9 @@ class OnnxCall:
         self._changed = graph.after
         self._dtypes = {name: torch_dtype(graph.dtypes[name]) for name in self._changed if name in graph.dtypes}
         self.stateful = bool(self._read or self._changed)
-        self.hoisted: list[torch.Tensor] = []
         self._pool: list[Any] = []
         if dtypes := sorted({dtype for _, leaf in self._outputs if (dtype := dtype_of(leaf)).startswith("F8")}):
             raise Unsupported(f"engine 'onnx' on a device: it cannot return outputs of type {', '.join(dtypes)}")
-
-    def run_prologue(self) -> None:
-        """Do nothing: ONNX Runtime keeps nothing that depends on weights."""
 
     def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
         self._graph.check_sizes(inputs)

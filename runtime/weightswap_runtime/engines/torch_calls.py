@@ -101,16 +101,14 @@ def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
 class MethodCall(Protocol):
     """One method with its tensors in place."""
 
-    past_autograd: bool  # it may run without the dispatcher's autograd, as in `Compiled`
+    past_autograd: bool = False  # it may run without the dispatcher's autograd, as in `Compiled`
     stateful: bool  # it takes a state
-    hoisted: list[torch.Tensor]  # the results of `run_prologue`
-
-    @property
-    def has_prologue(self) -> bool: ...
+    has_prologue: bool = False
+    hoisted: Sequence[torch.Tensor] = ()  # the results of `run_prologue`
 
     def run_prologue(self) -> None:
         """Compute what depends on weights and constants alone."""
-        ...
+        return
 
     def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None) -> Any:
         """Run on flat inputs. Return flat outputs. state: None unless stateful. chosen: variants; None: zeros."""
@@ -159,7 +157,7 @@ def _fits(graph: Compiled, method: Method) -> bool:
     return graph.outputs == len(leaves(method.signature.output))
 
 
-class GraphCall:
+class GraphCall(MethodCall):
     """One method's graph with its tensors in place.
 
     All arguments of the graph's function stand in one list, `_slots`: the results of the prologue, then the inputs as
@@ -171,6 +169,7 @@ class GraphCall:
         self._graph = graph.call
         self.past_autograd = graph.past_autograd
         self._prologue = graph.prologue
+        self.has_prologue = graph.prologue is not None
         self._hoisted_count = graph.hoisted
         self.hoisted: list[torch.Tensor] = []
         bound = [tensors.get((item.kind, item.name)) for item in inputs]
@@ -185,10 +184,6 @@ class GraphCall:
         first = len(slots) + graph.hoisted - len(self._inputs)
         has_inputs_last = bool(self._inputs) and self._inputs[0] == first
         self._bound = self._slots[:first] if has_inputs_last and not self.stateful and not self._variable else None
-
-    @property
-    def has_prologue(self) -> bool:
-        return self._prologue is not None
 
     def run_prologue(self) -> None:
         """Compute what depends on weights and constants alone. The addresses of the results stay."""

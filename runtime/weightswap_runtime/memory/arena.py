@@ -185,7 +185,10 @@ class Destination(Protocol):
 
 
 class Arena(Destination, Protocol):
-    """Memory of a full set of weights, on the host or on an accelerator. Offsets and sizes are in bytes."""
+    """Memory of a full set of weights, on the host or on an accelerator. Offsets and sizes are in bytes.
+
+    What methods do here is what the host needs, which works in order.
+    """
 
     layout: ArenaLayout
     address: int
@@ -214,7 +217,7 @@ class Arena(Destination, Protocol):
 
     def chunks(self, slot: ByteRange, numbers: Offsets) -> tuple[memoryview, bool]:
         """Return the slot, and False; or a copy of its pieces of 1 KiB with these numbers, end to end, and True."""
-        ...
+        return self.fetch(*slot), False
 
     def write_to(self, other: Arena, workers: WorkerThreads) -> None:
         """Copy every weight to an arena of the same layout. Addresses stay."""
@@ -227,26 +230,27 @@ class Arena(Destination, Protocol):
     def writing(self, urgent: bool = False, join: bool = False) -> AbstractContextManager[None]:
         """Return a context for writing, ordered after all calls that began before it and before all that begin later.
 
-        It does not hold calls; the gate does. On an accelerator the host does not wait: streams keep the order.
+        It does not hold calls; the gate does. On the host they have ended when they have given their lease back. On an
+        accelerator the host does not wait: streams keep the order.
         urgent: calls are held meanwhile. join: the block may be nested in another such block, and run beside calls.
         Raises DeviceError, with nothing done, while the application captures a stream that calls have used.
         """
-        ...
+        return nullcontext()
 
     def stream(self) -> AbstractContextManager[object]:
         """Return a context whose work on an accelerator is in order with the writes of `writing`."""
-        ...
+        return nullcontext()
 
     def synchronize(self) -> None:
         """Wait until all writes are done. Raises what the device reports."""
-        ...
+        return
 
     def inspecting(self, contents: Sequence[Content]) -> AbstractContextManager[Inspection | None]:
         """Return a context in which the arena inspects tensors' blocks, in this order; with None, who writes has to."""
-        ...
+        return nullcontext()  # the threads that read inspect what is in their caches
 
 
-class HostArena:
+class HostArena(Arena):
     """Page-aligned memory, which lives as long as anything views it.
 
     It is anonymous and private to this process, with a copy in each forked child; or it is the argument `memory`,
@@ -296,25 +300,6 @@ class HostArena:
 
     def gather(self, ranges: ByteRanges) -> None:
         gather(memoryview(self.memory), ranges)
-
-    def chunks(self, slot: ByteRange, numbers: Offsets) -> tuple[memoryview, bool]:
-        """Return the arena's own memory."""
-        return self.fetch(*slot), False
-
-    def stream(self) -> AbstractContextManager[object]:
-        """Do nothing: the host works in order."""
-        return nullcontext()
-
-    def writing(self, urgent: bool = False, join: bool = False) -> AbstractContextManager[None]:
-        """Do nothing: calls have ended when they have given their lease back."""
-        return nullcontext()
-
-    def synchronize(self) -> None:
-        """Do nothing: writes are done when they return."""
-
-    def inspecting(self, contents: Sequence[Content]) -> AbstractContextManager[None]:
-        """Return None: the threads that read inspect what is in their caches."""
-        return nullcontext()
 
 
 class Scratch:

@@ -50,7 +50,7 @@ class ByteSource(Protocol):
     @property
     def unit(self) -> int | None:
         """Preferred bytes of a read, where each waits for a network; None: as many as suit the reader."""
-        ...
+        return None
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         """Fill all the buffers, at most MOST_BUFFERS, with the bytes from `offset` on. Raises WeightFileError.
@@ -74,13 +74,13 @@ class ByteSource(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what is open. Nothing may be read afterwards."""
+        return
 
 
-class LocalFile:
+class LocalFile(ByteSource):
     """Regular file as a ByteSource. It stays readable when its name is replaced, unless it rests."""
-
-    unit: int | None = None
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)

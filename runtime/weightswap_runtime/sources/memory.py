@@ -17,19 +17,19 @@ from weightswap_runtime.errors import SourceChanged
 from weightswap_runtime.native import Offsets, copy_bytes, same_bytes
 from weightswap_runtime.tensors import Blocks, TensorType, array_content, block_digests, nbytes, safetensors_name
 
+from .byte_source import ByteSource
+
 if TYPE_CHECKING:
     import torch
 
 _STEP = "Give weights to a swap between two steps of their optimizer, or give copies of them."
 
 
-class MemorySource:
+class MemorySource(ByteSource):
     """A tensor as a ByteSource: its row-major bytes. `type` has its dtype and shape.
 
     What is not in host memory in this order is copied there at the first read, and dropped when all of it was read.
     """
-
-    unit: int | None = None
 
     def __init__(self, where: str, value: torch.Tensor | np.ndarray) -> None:
         """Raises ValueError for what is no plain tensor with values; its text says what to give instead."""

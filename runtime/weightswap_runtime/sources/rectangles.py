@@ -33,7 +33,7 @@ class Rectangle(NamedTuple):
     begin: int  # of its row-major bytes in the source
 
 
-class Rectangles:
+class Rectangles(ByteSource):
     """A tensor as a ByteSource: its row-major bytes, of rectangles that cover it once (see `first_wrong`).
 
     Whoever opened the sources of the rectangles closes them.
@@ -61,9 +61,6 @@ class Rectangles:
     def check_unchanged(self, *, proven: bool = False) -> None:
         for rows in self._rows:
             rows.source.check_unchanged(proven=proven)
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class _Rows:

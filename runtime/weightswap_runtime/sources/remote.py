@@ -24,7 +24,7 @@ from weightswap_runtime.errors import StageCancelled, WeightFileError
 from weightswap_runtime.jobs import POLL_SECONDS
 from weightswap_runtime.tensors import digest_of
 
-from .byte_source import Check
+from .byte_source import ByteSource, Check
 from .location import Url, redact
 
 HEAD_BYTES = 128 << 10  # size of the first request: most headers are shorter
@@ -102,10 +102,11 @@ class Transport(Protocol):
         ...
 
 
-class RemoteObject:
+class RemoteObject(ByteSource):
     """ByteSource over a Transport. Up to MOST_REQUESTS ranges of RANGE_BYTES are requested at the same time.
 
-    Received pieces, of at most some hundred kilobytes, are copied to their target immediately.
+    Received pieces, of at most some hundred kilobytes, are copied to their target immediately. The file system keeps
+    its connections.
     """
 
     unit = 32 << 20  # several ranges, so that their requests overlap
@@ -210,9 +211,6 @@ class RemoteObject:
     def _is_whole(self) -> bool:
         """True if the first response held the whole object: one response is of one version."""
         return len(self._head) == self.size
-
-    def close(self) -> None:
-        """Do nothing: connections belong to the file system."""
 
 
 class Landing:
