@@ -17,7 +17,7 @@ from weightswap_runtime.model.loading import load
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.model.served import Pinned
 from weightswap_runtime.process_groups import process_group
-from weightswap_runtime.staging.contents import read_weights
+from weightswap_runtime.staging.sets import read_weights
 from weightswap_runtime.transfer.group import GroupReceiver
 from weightswap_runtime.transfer.keeping import KeptFiles
 from weightswap_runtime.transfer.receiver import Receiver

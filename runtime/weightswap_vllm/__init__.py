@@ -25,9 +25,9 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.format.safetensors import TensorRow, weights_id
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.jobs import Job
-from weightswap_runtime.staging.contents import check_tensors
 from weightswap_runtime.staging.reading import read_scratch
 from weightswap_runtime.staging.request import DAMAGED, digest_problems
+from weightswap_runtime.staging.sets import check_tensors
 from weightswap_runtime.threads import WorkerThreads
 from weightswap_runtime.torch_tensors import as_tensor
 

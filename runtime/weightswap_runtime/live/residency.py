@@ -34,7 +34,7 @@ from weightswap_runtime.memory.arena import (
     copy_ranges,
     differing,
 )
-from weightswap_runtime.memory.host import (
+from weightswap_runtime.memory.device_memory import (
     FOR_ONE,
     FOR_PREVIOUS,
     FOR_STAGING,

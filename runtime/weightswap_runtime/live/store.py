@@ -51,7 +51,7 @@ from weightswap_runtime.jobs import (
     renew_in_children,
 )
 from weightswap_runtime.memory.arena import Arena, ArenaLayout
-from weightswap_runtime.memory.host import Memory
+from weightswap_runtime.memory.device_memory import Memory
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import Location
 from weightswap_runtime.staging.delta import check_result, files_after, stage_chain, stage_delta

@@ -40,7 +40,7 @@ from weightswap_runtime.format.safetensors import LEAST_HEADER
 from weightswap_runtime.format.weight_set import PEFT_CONFIG_NAME, WeightSet, open_weights
 from weightswap_runtime.jobs import Job, fork_safe
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
-from weightswap_runtime.memory.host import Memory
+from weightswap_runtime.memory.device_memory import Memory
 from weightswap_runtime.sources.location import as_location, printable
 from weightswap_runtime.staging.given import GivenWeights
 from weightswap_runtime.staging.reading import Findings, lay, read_tensors

@@ -7,9 +7,10 @@ device, too, and fail where a staging has left them none.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from weightswap_runtime.threads import WorkerThreads
 
 from .arena import Arena, ArenaLayout, Copy, HostArena, HostPatch, Patch, Rows
 from .device_arena import BUFFER_BYTES, DeviceArena, Region, Ring
-from .host import HostMemory, Memory, StagedIn
 
 if TYPE_CHECKING:
     from .torch_device import Accelerator
@@ -31,6 +31,31 @@ StagingMode = Literal["auto", "device", "host"]
 HOST = "cpu"
 SPARE = 4  # buffers of a ring that are being copied, beside those that threads fill
 RESERVE = 256 << 20  # bytes that a staging at least leaves for calls
+# What to do about an OutOfMemory, by what the memory was for
+FOR_TWO = 'Free memory, or load with residency="single", which holds one set of weights instead of two.'
+FOR_ONE = "Free memory: the model holds only one set of weights."
+FOR_STAGING = "Free memory, or swap a delta, which takes memory only for what changes."
+FOR_PREVIOUS = "Free memory, or load without keep_previous, which holds the previous weights in memory."
+
+
+class StagedIn(NamedTuple):
+    """The place where a set of weights waits for its commit."""
+
+    kind: str  # "in place", "device" or "host"
+    reason: str
+
+
+IN_PLACE = StagedIn("in place", "the arena itself serves after the commit")
+_ON_THE_HOST = StagedIn("host", "the weights serve there")
+
+
+@contextmanager
+def advising(text: str) -> Iterator[None]:
+    """Append advice to an OutOfMemory that the block raises."""
+    try:
+        yield
+    except OutOfMemory as error:
+        raise OutOfMemory(f"{error} {text}") from error
 
 
 def device_name(device: object) -> str:
@@ -43,6 +68,24 @@ def device_name(device: object) -> str:
     from .torch_device import open_accelerator  # needs torch
 
     return open_accelerator(str(device)).name
+
+
+class HostMemory:
+    """The memory of this process. The methods of both kinds raise OutOfMemory."""
+
+    stages_on_host = False  # whether weights for another device may wait there for their commit
+
+    def arena(self, layout: ArenaLayout) -> HostArena:
+        """Allocate an arena that serves."""
+        return HostArena(layout)
+
+    def staging(self, layout: ArenaLayout) -> tuple[HostArena, StagedIn]:
+        """Allocate an arena whose weights a commit can copy to the serving arena as fast as possible."""
+        return HostArena(layout), _ON_THE_HOST
+
+    def staged_patch(self, patch: HostPatch, workers: WorkerThreads) -> tuple[Patch, StagedIn]:
+        """Return a patch of a serving arena, in memory from which it is written as fast as possible."""
+        return patch, _ON_THE_HOST
 
 
 def open_memory(device: str, staging: str) -> Memory:
@@ -142,6 +185,9 @@ class DeviceMemory:
         return OutOfMemory(
             f"{self._device.name}: {nbytes} bytes are needed, {self._device.free_bytes()} are free. {advice}".rstrip()
         )
+
+
+Memory = HostMemory | DeviceMemory
 
 
 class DevicePatch(Patch):

@@ -31,8 +31,8 @@ from weightswap_runtime.live.session import Session
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
-from weightswap_runtime.memory.device_memory import HOST
-from weightswap_runtime.memory.host import FOR_TWO, HostMemory, available
+from weightswap_runtime.memory.device_arena import available
+from weightswap_runtime.memory.device_memory import FOR_TWO, HOST, HostMemory
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.staging.request import Admit
 from weightswap_runtime.tensors import block_count

@@ -22,8 +22,7 @@ from weightswap_runtime.live.session import Session
 from weightswap_runtime.live.store import WeightStore
 from weightswap_runtime.live.variants import Choice
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
-from weightswap_runtime.memory.device_memory import HOST
-from weightswap_runtime.memory.host import HostMemory
+from weightswap_runtime.memory.device_memory import HOST, HostMemory
 from weightswap_runtime.model.served import ServedModel
 from weightswap_runtime.threads import Background
 

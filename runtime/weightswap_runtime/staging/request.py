@@ -36,7 +36,7 @@ from weightswap_runtime.format.safetensors import Stamp, label_problem
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.jobs import Job, check_rate_limit
-from weightswap_runtime.memory.host import IN_PLACE, StagedIn
+from weightswap_runtime.memory.device_memory import IN_PLACE, StagedIn
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import Location, Url, printable
 from weightswap_runtime.tensors import DIGEST, tensor_digest

@@ -18,7 +18,7 @@ from weightswap_runtime.format.delta import Delta, write_delta
 from weightswap_runtime.format.identity import Counts
 from weightswap_runtime.format.merging import merge_deltas
 from weightswap_runtime.sources.location import Url, as_location, is_url, printable
-from weightswap_runtime.staging.contents import check_content
+from weightswap_runtime.staging.sets import check_content
 from weightswap_runtime.transfer.admin_client import AdminClient, AdminUnreachable, read_token
 from weightswap_tools.terminal import (
     JsonOption,

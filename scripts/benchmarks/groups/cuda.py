@@ -28,8 +28,7 @@ from timing import calling, in_turn, per_call, percentile, seconds
 from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
 from weightswap_runtime.memory.arena import Inspected
-from weightswap_runtime.memory.device_arena import BUFFER_BYTES, DeviceInspection
-from weightswap_runtime.memory.host import available
+from weightswap_runtime.memory.device_arena import BUFFER_BYTES, DeviceInspection, available
 from weightswap_runtime.memory.torch_device import Accelerator
 from weightswap_runtime.threads import WorkerThreads
 

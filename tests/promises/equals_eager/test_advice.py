@@ -28,7 +28,7 @@ from weightswap_runtime import (
     load,
 )
 from weightswap_runtime.errors import ContextError, GraphMismatch, StaleState
-from weightswap_runtime.memory.host import FOR_STAGING
+from weightswap_runtime.memory.device_memory import FOR_STAGING
 from weightswap_tools.diff.artifacts import compare_artifacts
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))

@@ -23,7 +23,7 @@ from weightswap_runtime.errors import (
     WeightsMismatch,
 )
 from weightswap_runtime.live.staged import Staged
-from weightswap_runtime.memory import host as memory
+from weightswap_runtime.memory import device_arena as memory
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.owner import Segment, begin_trial, own
 from weightswap_runtime.shared.worker import WorkerModel, join
