@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +46,7 @@ from weightswap_runtime.tensors import (
 from .canonical import StampedFile, canonical_order, encode_tensors
 from .goldens import goldens_behind
 from .safetensors import DELTA_KEY, Stamp, TensorRow, WeightFile, label_problem
-from .weight_set import WeightSet, goldens_path
+from .weight_set import FileSet, StoredTensor, WeightSet, goldens_path
 
 # Prefixes of a file's tensors: new bytes, and what they replace: ranges of bytes, or rows of the first dimension
 DATA, RUNS, ROWS = "data:", "runs:", "rows:"
@@ -161,6 +161,11 @@ class Delta:
     changed: tuple[str, ...]  # FQNs
     labels: dict[str, str]
 
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], stamp: DeltaStamp, nbytes: int, total_bytes: int | None) -> Delta:
+        ids = stamp.graph_id, stamp.base, stamp.weights_id
+        return cls(Path(path), *ids, nbytes, total_bytes, tuple(stamp.changes), stamp.labels)
+
 
 def write_delta(
     base: str | os.PathLike[str],
@@ -182,9 +187,9 @@ def write_delta(
     Raises WeightFileError, GraphMismatch, WeightsMismatch, and DigestMismatch for a damaged file.
     """
     check_writable(out)
-    with WeightFile(base) as old, WeightFile(new) as fresh:
+    with _open(base) as old, _open(new) as fresh:
         for file in (old, fresh):
-            check_other(file.path, out)
+            check_other(file.location, out)
         stamps = _stamps(old, fresh)
         texts = joined_labels(stamps[1].labels, labels, out)
         changes = _compare(old, fresh, stamps, progress)
@@ -196,24 +201,18 @@ def write_delta(
             digests={},
             labels=texts,
         )
-        _write_changes(
-            Path(out),
-            changes,
-            lambda name: _content(fresh, name, changes[name]),
-            blank,
-            _goldens_beside(fresh.path, Path(out)),
-            fresh.check_unchanged,
-        )
-        return Delta(
-            path=Path(out),
-            graph_id=blank.graph_id,
-            base=blank.base,
-            weights_id=blank.weights_id,
-            nbytes=sum(change.nbytes for change in changes.values()),
-            total_bytes=sum(tensor.nbytes for tensor in fresh.tensors.values()),
-            changed=tuple(changes),
-            labels=texts,
-        )
+        pending = new_delta_file(Path(out), changes, lambda name: _content(fresh.tensors[name], changes[name]), blank)
+        with writing(out), pending as written:
+            fresh.check_unchanged()
+            with companion(goldens_path(out), goldens_of(fresh.location)):
+                written.rename(Path(out))
+        total = sum(tensor.nbytes for tensor in fresh.tensors.values())
+        return Delta.of(out, blank, sum(change.nbytes for change in changes.values()), total)
+
+
+def _open(path: str | os.PathLike[str]) -> FileSet:
+    file = WeightFile(path)
+    return FileSet(file.path, [file])
 
 
 def check_other(location: Location, out: str | os.PathLike[str]) -> None:
@@ -234,10 +233,10 @@ def joined_labels(before: Mapping[str, str], more: Mapping[str, str] | None, out
     return texts
 
 
-def _stamps(old: WeightFile, fresh: WeightFile) -> tuple[Stamp, Stamp]:
+def _stamps(old: FileSet, fresh: FileSet) -> tuple[Stamp, Stamp]:
     """Return both files' stamps. Raises WeightFileError, GraphMismatch and WeightsMismatch for unsuitable files."""
     for file in (old, fresh):
-        if DELTA_KEY in file.header.metadata:
+        if DELTA_KEY in file.metadata:
             raise WeightFileError(f"{file.where}: a delta; deltas are written between full weight files")
         if file.stamp is None:
             raise WeightFileError(
@@ -301,7 +300,7 @@ def row_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _compare(
-    old: WeightFile, fresh: WeightFile, stamps: tuple[Stamp, Stamp], progress: Progress | None
+    old: FileSet, fresh: FileSet, stamps: tuple[Stamp, Stamp], progress: Progress | None
 ) -> dict[str, Changed]:
     """Return what differs, for each weight with differences."""
     names = [name for name in fresh.tensors if stamps[0].digests[name] != stamps[1].digests[name]]
@@ -314,7 +313,7 @@ def _compare(
         row = row_bytes(tensor.dtype, tensor.shape)
         grain = row or BLOCK
         found: list[Offsets] = []
-        for start, mine, theirs in _pairs(old, fresh, name, grain):
+        for start, mine, theirs in _pairs(old.tensors[name], tensor, grain):
             hashers[0].update(mine)
             hashers[1].update(theirs)
             found.append(_different(mine, theirs, grain) + start // grain)
@@ -339,19 +338,12 @@ def _runs(units: Offsets, grain: int, size: int) -> Offsets:
     return runs
 
 
-def _pairs(old: WeightFile, fresh: WeightFile, name: str, grain: int) -> Iterator[tuple[int, memoryview, memoryview]]:
+def _pairs(old: StoredTensor, fresh: StoredTensor, grain: int) -> Iterator[tuple[int, memoryview, memoryview]]:
     """Yield the offset and both contents of pieces of a tensor: whole grains, about 1 MiB."""
-    size = fresh.tensors[name].nbytes
     step = max(grain, BLOCK // grain * grain)
-    for start in range(0, size, step):
-        length = min(step, size - start)
-        yield start, _read(old, name, start, length), _read(fresh, name, start, length)
-
-
-def _read(file: WeightFile, name: str, start: int, length: int) -> memoryview:
-    memory = memoryview(bytearray(length))
-    file.source.read_into([memory], file.header.data_start + file.tensors[name].begin + start)
-    return memory
+    for start in range(0, fresh.nbytes, step):
+        length = min(step, fresh.nbytes - start)
+        yield start, read_part(old, start, length), read_part(fresh, start, length)
 
 
 def _different(mine: memoryview, theirs: memoryview, grain: int) -> Offsets:
@@ -395,33 +387,14 @@ def new_delta_file(
         yield file
 
 
-def _write_changes(
-    path: Path,
-    changes: Mapping[str, Changed],
-    content: Callable[[str], Iterable[memoryview]],
-    blank: DeltaStamp,
-    beside: AbstractContextManager[object],
-    check: Callable[[], None],
-) -> None:
-    """Write a delta file. Raises WeightFileError.
-
-    content: returns the new bytes of a weight, in pieces. blank: the stamp without digests. check: called after the
-    last read; it raises if a file has changed meanwhile. beside: the writes of files beside it; it is renamed within.
-    """
+@contextmanager
+def writing(out: str | os.PathLike[str]) -> Iterator[None]:
+    """Report what fails in the block as a file that cannot be written. Raises WeightFileError."""
     try:
-        with new_delta_file(path, changes, content, blank) as file:
-            check()
-            with beside:
-                file.rename(path)
+        yield
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise WeightFileError(f"{path!s:.200}: cannot be written ({reason})") from error
-
-
-@contextmanager
-def _goldens_beside(new: Location, out: Path) -> Iterator[None]:
-    with companion(goldens_path(out), goldens_of(new)):
-        yield
+        raise WeightFileError(f"{out!s:.200}: cannot be written ({reason})") from error
 
 
 def goldens_of(weights: Location) -> bytes | None:
@@ -447,7 +420,13 @@ def _pieces(
     return [memoryview(changes[name].places()[1].astype("<i8").tobytes())]
 
 
-def _content(fresh: WeightFile, name: str, change: Changed) -> Iterator[memoryview]:
+def _content(fresh: StoredTensor, change: Changed) -> Iterator[memoryview]:
     for begin, end in change.runs.tolist():
         for start in range(begin, end, BLOCK):
-            yield _read(fresh, name, start, min(BLOCK, end - start))
+            yield read_part(fresh, start, min(BLOCK, end - start))
+
+
+def read_part(tensor: StoredTensor, start: int, size: int) -> memoryview:
+    memory = memoryview(bytearray(size))
+    tensor.source.read_into([memory], tensor.offset + start)
+    return memory

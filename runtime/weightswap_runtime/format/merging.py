@@ -44,7 +44,9 @@ from .delta import (
     joined_labels,
     new_delta_file,
     parts_of,
+    read_part,
     row_bytes,
+    writing,
 )
 from .safetensors import Stamp, TensorRow
 from .weight_set import SIGNATURE_SUFFIX, FileSet, StoredTensor, goldens_path, open_weights
@@ -103,18 +105,9 @@ def merged_delta(
             digests={},
             labels=texts,
         )
-        delta = Delta(
-            path=Path(out),
-            graph_id=blank.graph_id,
-            base=blank.base,
-            weights_id=blank.weights_id,
-            nbytes=sum(part.nbytes for part in merged.values()),
-            total_bytes=None,
-            changed=tuple(changes),
-            labels=texts,
-        )
+        delta = Delta.of(out, blank, sum(part.nbytes for part in merged.values()), total_bytes=None)
         with (
-            _written(out),
+            writing(out),
             new_delta_file(Path(out), changes, lambda name: [merged[name].data], blank) as file,
         ):
             chain.check_unchanged()
@@ -152,7 +145,7 @@ def merged_set(base: PathLike, deltas: Sequence[PathLike], out: PathLike) -> Ite
         data = ((row.name, _laid(full.tensors[row.name], changes.get(row.name))) for row in canonical_order(rows))
         labels, cast = last.stamp.labels, dict(stamp.cast) if stamp.cast else {}
         with (
-            _written(out),
+            writing(out),
             new_weight_file(Path(out), rows, data, graph_id=stamp.graph_id, labels=labels, cast=cast) as (
                 file,
                 written,
@@ -166,18 +159,9 @@ def merged_set(base: PathLike, deltas: Sequence[PathLike], out: PathLike) -> Ite
             yield written, partial(_put, file, last.weights.location, Path(out))
 
 
-@contextmanager
-def _written(out: PathLike) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise WeightFileError(f"{out!s:.200}: cannot be written ({reason})") from error
-
-
 def _put(file: PendingFile, last: Location, out: Path) -> None:
     """Rename a file, once what lies beside the last delta is beside it."""
-    with _written(out), _beside(last, out):
+    with writing(out), _beside(last, out):
         file.rename(out)
 
 
@@ -193,17 +177,11 @@ def _laid(tensor: StoredTensor, change: ByteRanges | None) -> Iterator[memoryvie
     """Yield the bytes of a weight with a change laid over them."""
     if change is None:
         for start in range(0, tensor.nbytes, BLOCK):
-            yield _read(tensor, start, min(BLOCK, tensor.nbytes - start))
+            yield read_part(tensor, start, min(BLOCK, tensor.nbytes - start))
         return
-    content = _read(tensor, 0, tensor.nbytes)
+    content = read_part(tensor, 0, tensor.nbytes)
     scatter(content, change)
     yield content
-
-
-def _read(tensor: StoredTensor, start: int, size: int) -> memoryview:
-    memory = memoryview(bytearray(size))
-    tensor.source.read_into([memory], tensor.offset + start)
-    return memory
 
 
 class _Step(NamedTuple):
@@ -216,7 +194,7 @@ class _Step(NamedTuple):
         """Return what the delta changes, by FQN. Raises DigestMismatch and WeightFileError. told: called with sizes."""
         content, wrong = {}, []
         for name, tensor in self.weights.tensors.items():
-            content[name] = _read(tensor, 0, tensor.nbytes)
+            content[name] = read_part(tensor, 0, tensor.nbytes)
             if digest_of([content[name]]) != self.stamp.digests[name]:
                 wrong.append(f"{name}: its bytes do not match the digest that the file records")
             report(tensor.nbytes)
