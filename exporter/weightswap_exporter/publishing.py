@@ -36,13 +36,14 @@ from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.sources.location import check_writable, fixed
 from weightswap_runtime.sources.writing import companion, remove_abandoned
+from weightswap_runtime.staging.given import ChangedRows
 from weightswap_runtime.tensors import Blocks, Tolerance
 from weightswap_runtime.threads import forget_frames
 
 from .goldens import Recording, Requested
 from .packing import MatchedWeights, Packed, check_constants, checked_labels, pack_checkpoint, recorder
 from .row_tracker import RowTracker
-from .row_updates import ChangedRows, Expected, Last, Places, RowUpdate
+from .row_updates import Expected, Last, Places, RowUpdate
 
 STEP_DIGITS = 9  # of the step in a file's name
 ID_LETTERS = 12  # of the weights id in a file's name

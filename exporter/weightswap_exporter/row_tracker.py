@@ -27,8 +27,9 @@ from torch.optim.optimizer import (
 from weightswap_exporter.modules.tensors import ModelView, is_composed, is_fake, is_sharded, tie_key
 from weightswap_runtime.errors import CheckpointError, Unsupported, listed
 from weightswap_runtime.native import Offsets
+from weightswap_runtime.staging.given import ChangedRows
 
-from .row_updates import ChangedRows, RowUpdates
+from .row_updates import RowUpdates
 
 CONSUMER = "weightswap"  # of torchrec's tracker: each consumer gets every id once
 _ALTERNATIVE = (

@@ -28,6 +28,7 @@ from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.safetensors import weights_id
 from weightswap_runtime.hash_tree import HashTrees
 from weightswap_runtime.native import Offsets
+from weightswap_runtime.staging.given import ChangedRows
 from weightswap_runtime.tensors import BLOCK, Blocks, TensorHasher, TensorType, tensor_digest
 from weightswap_runtime.threads import WorkerThreads
 from weightswap_runtime.torch_tensors import tensor_bytes
@@ -36,14 +37,6 @@ from .packing import MatchedWeights, Packed
 
 _MOST_SHOWN = 3  # ranges of rows in a message
 Places = tuple[tuple[Path, str], ...]  # a full file and the deltas after it, each with its weights id
-
-
-class ChangedRows(NamedTuple):
-    """Rows of a table that may have changed since the last publication."""
-
-    name: str  # as the tracker knows the table
-    tensor: torch.Tensor
-    ids: Offsets  # ascending
 
 
 class Last(NamedTuple):

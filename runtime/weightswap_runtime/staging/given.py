@@ -62,17 +62,12 @@ class GivenWeights(NamedTuple):
         return self.where
 
 
-class ChangedRows(Protocol):
-    """Rows of a table that may have changed. ids: ascending. tensor: the table; None: the one that has the name."""
+class ChangedRows(NamedTuple):
+    """Rows of a table that may have changed."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tensor(self) -> Any: ...
-
-    @property
-    def ids(self) -> Offsets: ...
+    name: str  # as the tracker, or the caller, knows the table
+    tensor: Any  # the table; None: the one that has the name
+    ids: Offsets  # ascending
 
 
 class LentRows(Protocol):
@@ -98,14 +93,6 @@ class Tracker(Protocol):
 
 Ids: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | Sequence[int]"
 Rows = Mapping[str, Ids] | Tracker
-
-
-class NamedRows(NamedTuple):
-    """Rows of the table of a name."""
-
-    name: str
-    ids: Offsets
-    tensor: None = None
 
 
 class GivenRows(WeightSet):
@@ -205,12 +192,12 @@ def with_rows(weights: object, rows: object, base: str | None) -> GivenWeights:
     return source._replace(open=lambda *_: given, has_rows=True, led_to=led_to)
 
 
-def _named_rows(rows: Mapping[Any, Any], where: str) -> list[NamedRows]:
+def _named_rows(rows: Mapping[Any, Any], where: str) -> list[ChangedRows]:
     """Return copies of ids. Raises WeightsMismatch for what are none."""
     found = [(name, _ids(ids)) for name, ids in rows.items()]
     if problems := [f"{name}: {ids}" for name, ids in found if isinstance(ids, str)]:
         raise WeightsMismatch(where, problems, "Give the ascending ids of the rows that have changed, by name.")
-    return [NamedRows(str(name), ids) for name, ids in found if not isinstance(ids, str)]
+    return [ChangedRows(str(name), None, ids) for name, ids in found if not isinstance(ids, str)]
 
 
 def _ids(given: Any) -> Offsets | str:
