@@ -30,9 +30,9 @@ from .request import (
     Staging,
     StagingReport,
     check_expected,
-    check_finite,
     check_graph,
     digest_problems,
+    report_of,
 )
 from .sets import plan, stage_full
 
@@ -88,7 +88,7 @@ def stage_delta(
     identity, patch = lay_over(layers.merged(), stamp.labels, arena, served, staging, stamp.weights_id)
     others = f", after {plural(len(through), 'other delta')}" if through else ""
     check_result(identity, stamp.weights_id, weights.where, others)
-    return identity, report_of(identity, weights, stamp.base, size, staging, start, staged), patch
+    return identity, report_of("delta", identity, weights, size, staging, start, staged, base=stamp.base), patch
 
 
 def check_result(identity: Identity, claimed: str, where: str, others: str = "") -> None:
@@ -131,27 +131,6 @@ def lay_over(
         blocks = set(change.blocks)
         digests[name] = tuple(blank if index in blocks else each for index, each in enumerate(digests[name]))
     return Identity(claimed, digests, dict(labels), nonfinite, unproven), HostPatch(placed)
-
-
-def report_of(
-    identity: Identity, weights: WeightSet, base: str, size: int, staging: Staging, start: float, staged: float
-) -> StagingReport:
-    """Return the report of a delta. size: the bytes that were read, from the time `start` to `staged`.
-
-    Raises NonFiniteWeights.
-    """
-    return StagingReport(
-        weights_id=identity.weights_id,
-        labels=dict(identity.labels),
-        kind="delta",
-        source=weights.where,
-        reloadable=weights.location is not None,
-        nonfinite=check_finite(identity, weights.where, staging),
-        bytes_read=size,
-        seconds_staged=staged - start,
-        seconds_verified=time.perf_counter() - staged,
-        base=base,
-    )
 
 
 def stage_chain(

@@ -21,10 +21,10 @@ from weightswap_runtime.native import Offsets, same_bytes
 from weightswap_runtime.sources.memory import MemorySource
 from weightswap_runtime.tensors import BLOCK, Blocks, block_count
 
-from .delta import lay_over, report_of
+from .delta import lay_over
 from .given import ChangedRows, GivenRows
 from .reading import STEP, confirm
-from .request import Staging, StagingReport, check_expected
+from .request import Staging, StagingReport, report_of
 from .sets import Plan, fill, plan
 
 Contents = Mapping[str, tuple[Changed, memoryview]]  # what differs of each weight, and its new bytes end to end
@@ -48,11 +48,10 @@ def stage_rows(
     staged = time.perf_counter()
     parts = {name: ByteRanges.of(change.runs, data) for name, (change, data) in contents.items()}
     identity, patch = lay_over(parts, staging.request.labels, arena, served, staging)
-    check_expected(identity.weights_id, weights.where, staging.request)
     size = sum(part.nbytes for part in parts.values())
-    report = report_of(identity, weights, served.weights_id, size, staging, start, staged)
-    ignored = (*planned.match.ignored, *planned.ignored)
-    return identity, msgspec.structs.replace(report, ignored=ignored), patch, contents
+    base = served.weights_id
+    report = report_of("delta", identity, weights, size, staging, start, staged, planned.ignored, base)
+    return identity, report, patch, contents
 
 
 def check_tables(planned: Plan, staging: Staging) -> None:

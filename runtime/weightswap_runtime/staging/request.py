@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import starmap
 from types import MappingProxyType
@@ -303,12 +304,36 @@ def digest_problems(stamp: Stamp | DeltaStamp | None, read: Mapping[str, Sequenc
     ]
 
 
-def check_finite(identity: Identity, where: str, staging: Staging) -> dict[str, Nonfinite]:
-    """Return the weights with a kind of non-finite value that they do not have in the served weights.
+def report_of(
+    kind: Kind,
+    identity: Identity,
+    weights: WeightSet,
+    size: int,
+    staging: Staging,
+    start: float,
+    staged: float,
+    ignored: tuple[str, ...] = (),
+    base: str = "",
+) -> StagingReport:
+    """Return the report of a staging. size: the bytes that were read, from the time `start` to `staged`.
 
-    Raises NonFiniteWeights if they are not allowed.
+    Raises UnexpectedWeights, and NonFiniteWeights for what the served weights do not have, if that is not allowed.
     """
+    check_expected(identity.weights_id, weights.where, staging.request)
     served = staging.replaces.nonfinite if staging.replaces else None
     nonfinite = newly_nonfinite(staging.manifest.weights, identity.nonfinite, served)
-    refuse_nonfinite(nonfinite, staging.request.allow_nonfinite, where)
-    return nonfinite
+    refuse_nonfinite(nonfinite, staging.request.allow_nonfinite, weights.where)
+    return StagingReport(
+        weights_id=identity.weights_id,
+        labels=dict(identity.labels),
+        kind=kind,
+        source=weights.where,
+        reloadable=weights.location is not None,
+        base=base,
+        only=staging.request.only,
+        ignored=ignored,
+        bytes_read=size,
+        nonfinite=nonfinite,
+        seconds_staged=staged - start,
+        seconds_verified=time.perf_counter() - staged,
+    )

@@ -31,14 +31,13 @@ from .reading import Findings, batches, compute_weights, confirm, new_piece, rea
 from .request import (
     DAMAGED,
     READINGS,
-    Kind,
     Staging,
     StagingReport,
     SwapRequest,
     check_expected,
-    check_finite,
     check_graph,
     digest_problems,
+    report_of,
 )
 from .shares import bytes_to_read, read_shares
 from .stream import Arrivals, read_in_order
@@ -54,7 +53,7 @@ class Plan(NamedTuple):
     match: Match
     manifest: Manifest  # of the requested part
     shares: Mapping[str, Share]  # of weights that this rank has a share of
-    ignored: tuple[str, ...] = ()  # the names in the files that the caller's `ignore=` matches
+    ignored: tuple[str, ...] = ()  # the names in the files that are no weights, or that the caller's `ignore=` matches
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +101,7 @@ def plan(
         check_graph(stamp.graph_id, manifest, weights.where, request)
         if not request.only and stamp.graph_id == manifest.packed_for:
             check_expected(stamp.weights_id, weights.where, request)
-    return Plan(weights, match, part, shares, ignored)
+    return Plan(weights, match, part, shares, ignored if request.only else (*match.ignored, *ignored))
 
 
 def stage_full(planned: Plan, arena: Arena, staging: Staging) -> tuple[Identity, StagingReport]:
@@ -114,13 +113,13 @@ def stage_full(planned: Plan, arena: Arena, staging: Staging) -> tuple[Identity,
     """
     start = time.perf_counter()
     planned, findings, read_at = fill(planned, arena, staging)
-    stamp, where = planned.weights.stamp, planned.weights.where
+    weights, stamp = planned.weights, planned.weights.stamp
     labels = stamp.labels if stamp else staging.request.labels
     identity = identify(planned.manifest.weights, findings.digests, labels, findings.nonfinite)
     if stamp and stamp.graph_id == planned.manifest.packed_for and stamp.weights_id != identity.weights_id:
         text = f"the file records the weights id {stamp.weights_id[:12]}, its tensors have {identity.weights_id[:12]}"
-        raise DigestMismatch(where, [text], DAMAGED)
-    return identity, _report("full", planned, identity, staging, start, read_at)
+        raise DigestMismatch(weights.where, [text], DAMAGED)
+    return identity, report_of("full", identity, weights, planned.nbytes, staging, start, read_at, planned.ignored)
 
 
 def stage_part(
@@ -137,7 +136,7 @@ def stage_part(
     digests = {**served.digests, **findings.digests}
     # the served labels are kept: they still describe most of the weights
     identity = identify(staging.manifest.weights, digests, served.labels, kept | findings.nonfinite)
-    report = _report("partial", planned, identity, staging, start, read_at)
+    report = report_of("partial", identity, planned.weights, planned.nbytes, staging, start, read_at, planned.ignored)
     slots = arena.layout.slots
     names = list(findings.digests)
     places = [np.array([[slots[name].offset, slots[name].end]], np.int64) for name in names if slots[name].nbytes]
@@ -193,27 +192,6 @@ def _verify(weights: WeightSet, match: Match, digests: Mapping[str, Blocks]) -> 
         raise DigestMismatch(weights.where, corrupt + ties, DAMAGED)
     if ties:
         raise WeightsMismatch(weights.where, ties, "Give the weights of a model whose tied tensors are tied.")
-
-
-def _report(
-    kind: Kind, planned: Plan, identity: Identity, staging: Staging, start: float, read_at: float
-) -> StagingReport:
-    """Check that the weights are those that are expected, and finite; return the report of their staging."""
-    where = planned.weights.where
-    check_expected(identity.weights_id, where, staging.request)
-    return StagingReport(
-        weights_id=identity.weights_id,
-        labels=dict(identity.labels),
-        kind=kind,
-        source=where,
-        reloadable=planned.weights.location is not None,
-        only=staging.request.only,
-        ignored=planned.ignored if staging.request.only else (*planned.match.ignored, *planned.ignored),
-        bytes_read=planned.nbytes,
-        nonfinite=check_finite(identity, where, staging),
-        seconds_staged=read_at - start,
-        seconds_verified=time.perf_counter() - read_at,
-    )
 
 
 def read_weights(
