@@ -25,7 +25,7 @@ from weightswap_exporter.modules.tensors import (
     plain_bits,
 )
 from weightswap_runtime.errors import CheckpointError, listed, plural
-from weightswap_runtime.format.names import extra_state_of, ignored_names, is_among
+from weightswap_runtime.format.names import extra_state_of, ignored_names, known_as
 from weightswap_runtime.torch_tensors import DTYPE_NAMES
 
 from .tensor import CheckpointTensor, PartOf
@@ -48,7 +48,7 @@ class Choice(NamedTuple):
     kept: frozenset[str] = frozenset()  # names, without the prefix, that are not left out
 
     def ignores(self, name: str) -> bool:
-        is_kept = is_among(name.removeprefix(self.prefix), self.kept)
+        is_kept = known_as(name.removeprefix(self.prefix), self.kept) is not None
         return not is_kept and any(fnmatchcase(name, pattern) for pattern in self.ignore)
 
     def takes(self, name: str) -> bool:

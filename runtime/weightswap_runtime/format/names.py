@@ -370,11 +370,15 @@ def extra_state_of(name: object) -> str:
     return "" if place is None else ".".join(parts[: place + 1])
 
 
-def is_among(name: str, known: Collection[str]) -> bool:
-    """Return whether a name is known, perhaps without what wrappers and containers add to it."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    starts = next((index for index, part in enumerate(parts) if part not in NESTING), 0)
-    return name in known or any(".".join(parts[start:]) in known for start in range(starts + 1))
+def known_as(name: str, known: Collection[str]) -> str | None:
+    """Return the known name that this one is, perhaps without what wrappers and containers add; None for others."""
+    for wrappers in ((), WRAPPERS[:-1], WRAPPERS):
+        parts = [part for part in name.split(".") if part not in wrappers]
+        while ".".join(parts) not in known and parts and parts[0] in NESTING:
+            parts = parts[1:]
+        if (found := ".".join(parts)) in known:
+            return found
+    return None
 
 
 def patterns(value: str | Sequence[str], option: str = "only") -> tuple[str, ...]:
@@ -435,4 +439,5 @@ def ignored_names(
     matched = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in ignore}
     for pattern in (pattern for pattern, matches in matched.items() if not matches):
         warn(f"ignore={pattern!r}: matches no name of {where}")
-    return tuple(dict.fromkeys(name for matches in matched.values() for name in matches if not is_among(name, kept)))
+    found = dict.fromkeys(name for matches in matched.values() for name in matches)
+    return tuple(name for name in found if known_as(name, kept) is None)

@@ -15,7 +15,7 @@ import numpy as np
 
 from weightswap_runtime.errors import WeightsMismatch
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
-from weightswap_runtime.format.names import NESTING, WRAPPERS, Match, extra_state_of, is_among, tied_names
+from weightswap_runtime.format.names import Match, extra_state_of, known_as, tied_names
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.memory.arena import Arena, Scratch
@@ -51,7 +51,7 @@ class Arrivals:
         """
         for name, source in self._stream:
             self._staging.job.check()
-            bare = _bare(name, self._meanings)
+            bare = known_as(name, self._meanings)
             if problem := self._problem(name, bare, source):
                 raise WeightsMismatch(self._stream.where, [problem], _ADVICE)
             self._stream.tensors[name] = stored(source)
@@ -61,7 +61,7 @@ class Arrivals:
 
     def _is_ignored(self, name: str) -> bool:
         matches = any(fnmatchcase(name, pattern) for pattern in self._staging.request.ignore)
-        return matches and not is_among(name, self._tied)
+        return matches and known_as(name, self._tied) is None
 
     def _problem(self, name: str, bare: str | None, source: MemorySource) -> str:
         """Return what is wrong with a tensor whatever else will come; otherwise an empty text."""
@@ -140,17 +140,6 @@ def _meanings(part: Manifest, staging: Staging) -> dict[str, list[tuple[NamedTen
         for name in (*reading.ignored, *reading.needed):
             meanings.setdefault(name, [])
     return dict(meanings)
-
-
-def _bare(name: str, known: Collection[str]) -> str | None:
-    """Return the known name that this one is, perhaps without what wrappers and containers add; None for others."""
-    for wrappers in ((), WRAPPERS[:-1], WRAPPERS):
-        parts = [part for part in name.split(".") if part not in wrappers]
-        while ".".join(parts) not in known and parts and parts[0] in NESTING:
-            parts = parts[1:]
-        if (bare := ".".join(parts)) in known:
-            return bare
-    return None
 
 
 def read_in_order(weights: WeightSet, match: Match, arena: Arena, workers: WorkerThreads, job: Job) -> Findings:

@@ -8,7 +8,7 @@ import pytest
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import WeightsMismatch
 from weightswap_runtime.format.manifest import Conversion, Manifest, NamedTensor, WeightSource
-from weightswap_runtime.format.names import KEYS_THEN_NAMES, NAMES, resolve
+from weightswap_runtime.format.names import KEYS_THEN_NAMES, NAMES, ignored_names, resolve
 from weightswap_runtime.format.safetensors import FileTensor
 
 Found = dict[str, FileTensor]
@@ -231,3 +231,8 @@ def test_adapters_that_the_export_has_recorded_are_not_to_be_merged(tiny: TinyAr
     manifest = msgspec.structs.replace(tiny.manifest, weights=(row,), conversion=conversion)
     with pytest.raises(WeightsMismatch, match="Give a checkpoint of the exported architecture"):
         resolve(tensors("base_model.model.other"), manifest, "file")
+
+
+def test_no_pattern_hides_a_name_that_has_a_wrappers_name_in_it() -> None:
+    names = ["model.encoder.module.weight", "model.encoder.module.bias"]
+    assert ignored_names(names, ["*"], "file", kept=["encoder.module.weight"]) == ("model.encoder.module.bias",)
