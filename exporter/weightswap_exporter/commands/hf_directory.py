@@ -6,10 +6,9 @@ Network, code in the directory and weights are not used: the model is a skeleton
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +23,7 @@ from weightswap_exporter.engines.compiling import OnStep, ignore_step
 from weightswap_exporter.exporting import export, export_decoder
 from weightswap_exporter.modules import libraries as huggingface
 from weightswap_exporter.modules.parallel import Parallel
-from weightswap_exporter.modules.stand_ins import first_line, restored, skeleton
+from weightswap_exporter.modules.stand_ins import first_line, quiet, restored, skeleton
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import (
     CaptureError,
@@ -170,9 +169,11 @@ def directory_model(directory: str | os.PathLike[str], *, hollow: bool = True) -
     """Return the model of a directory, as `directory_recipe` builds it. Raises the same errors."""
     if find_spec("transformers") is None:
         raise MissingExtra("hf:DIR", "hf")
+    from transformers.utils.logging import get_logger
+
     directory = Path(directory)
     settings = _read_config(directory)
-    with _quiet():
+    with quiet(get_logger()):  # about token ids, image processors and generation settings, which do not apply
         config = _parse(directory, settings)
         make = _maker(directory, settings)
         _without_cache(config)
@@ -261,16 +262,3 @@ def _keep_in_float32(model: Any) -> None:
             setattr(
                 model.get_submodule(path), own, nn.Parameter(values, tensor.requires_grad) if is_parameter else values
             )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress logs of transformers about token ids, image processors and generation settings, which do not apply."""
-    from transformers.utils import logging as transformers_logging
-
-    previous = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(previous)

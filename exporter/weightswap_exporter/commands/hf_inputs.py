@@ -18,7 +18,7 @@ from torch._export.utils import _compiling_state_context
 from torch.export import Dim
 
 from weightswap_exporter.modules.libraries import without_cache
-from weightswap_exporter.modules.stand_ins import first_line, frame_of, restored, wants_values
+from weightswap_exporter.modules.stand_ins import first_line, frame_of, quiet, restored, wants_values
 from weightswap_exporter.modules.tensors import is_fake
 from weightswap_runtime.errors import Unsupported
 
@@ -203,7 +203,9 @@ def _try(model: nn.Module, kwargs: Mapping[str, Any]) -> Exception | None:
     A skeleton is called as torch.export does: else some operators, such as those of experts, refuse fake tensors.
     """
     with ExitStack() as stack:
-        for block in (_restored_buffers(model), _no_fake_tensor_log(), without_cache(model), torch.no_grad()):
+        # torch logs a stack trace when an operator fails on a skeleton's parameters
+        no_log = quiet(logging.getLogger("torch._subclasses.fake_tensor"), level=logging.CRITICAL)
+        for block in (_restored_buffers(model), no_log, without_cache(model), torch.no_grad()):
             stack.enter_context(block)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if any(map(is_fake, model.parameters())):
@@ -213,17 +215,6 @@ def _try(model: nn.Module, kwargs: Mapping[str, Any]) -> Exception | None:
         except Exception as error:
             return error
     return None
-
-
-@contextmanager
-def _no_fake_tensor_log() -> Iterator[None]:
-    """Suppress the stack trace that torch logs when an operator fails on a skeleton's parameters."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.disabled, previous = True, logger.disabled
-    try:
-        yield
-    finally:
-        logger.disabled = previous
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Any
 from weightswap_exporter import Parallel, compile_engines, export
 from weightswap_exporter import skeleton as skeleton_context
 from weightswap_exporter.engines.compiling import OnStep
+from weightswap_exporter.modules.stand_ins import quiet
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import ExportError, Unsupported
 
@@ -117,14 +118,8 @@ def _quiet_libraries() -> Iterator[None]:
         import torch  # noqa: F401
         import transformers  # noqa: F401 - both set the levels of their loggers when they are imported
     loggers = [] if "TORCH_LOGS" in os.environ else [logging.getLogger(name) for name in _LIBRARIES]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(max(logger.level, logging.ERROR))
-    try:
+    with quiet(*loggers):
         yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _input_fn(inputs: str | None) -> Callable[[Any], Any] | None:

@@ -7,6 +7,7 @@ behind in modules is reset afterwards.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
 import traceback
@@ -237,6 +238,19 @@ def restored(model: nn.Module) -> Iterator[None]:
         for module, attributes in saved:
             vars(module).clear()
             vars(module).update(attributes)
+
+
+@contextmanager
+def quiet(*loggers: logging.Logger, level: int = logging.ERROR) -> Iterator[None]:
+    """Hide in the block what these loggers log below a level."""
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(max(logger.level, level))
+    try:
+        yield
+    finally:
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
 
 
 def _containers(value: Any) -> Iterator[Any]:
