@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.exporter.parity.models import IDS, SHAPES, tied
 from tests.tools.reports.conftest import Open
 from weightswap_exporter import export, pack
-from weightswap_exporter.commands.verify_report import verification_report
+from weightswap_exporter.commands.verify import verification_report
 from weightswap_exporter.parity.verification import verify
 from weightswap_runtime import load
 from weightswap_tools.commands.swap import swaps_report
