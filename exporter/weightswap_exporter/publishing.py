@@ -42,7 +42,7 @@ from weightswap_runtime.threads import forget_frames
 
 from .goldens import Recording, Requested
 from .packing import MatchedWeights, Packed, check_constants, checked_labels, pack_checkpoint, recorder
-from .row_tracker import RowTracker
+from .row_tracker import Lent, RowTracker
 from .row_updates import Expected, Last, Places, RowUpdate
 
 STEP_DIGITS = 9  # of the step in a file's name
@@ -317,13 +317,7 @@ def _copied(model: nn.Module) -> Checkpoint:
 def _snapshot(
     model: nn.Module, update: _RowPublishing | None, record_from: Callable[[], Recording | None]
 ) -> _Snapshot:
-    if update is None:
-        return _copied(model), record_from()
-    try:
-        return update.prepare(model), record_from()
-    except BaseException:
-        update.failed()
-        raise
+    return _copied(model) if update is None else update.prepare(model), record_from()
 
 
 class _RowOptions(NamedTuple):
@@ -350,41 +344,31 @@ class _RowPublishing:
     ) -> None:
         self._tracker, self._updates = tracker, tracker.updates
         self._directory, self._step, self._artifact, self._options = directory, step, artifact, options
-        self._rows: list[ChangedRows] = []
-        self._unknown: list[str] = []
+        self._lent: Lent  # unless the file is there, and promoted, its rows are lent to the next publication, too
         self._expected = Expected({}, {})
-        self._drained = tracker.drained
         self.onto: Places = ()  # the files that lead to the weights since which rows were taken
 
     def prepare(self, model: nn.Module) -> Checkpoint | RowUpdate | WeightswapError:
         """Return the update, or a copy of the model if a full file is due; or the error that `wait` shall raise."""
-        self._rows, self._unknown = self._tracker.drain()
-        self._drained = self._tracker.drained
-        last = self._updates.last
-        if last is not None and last.weights_id == self._drained.since:
+        self._lent = self._tracker.lend()
+        rows, last = self._lent.rows, self._updates.last
+        if last is not None and last.weights_id == self._lent.base:
             self.onto = last.files
         try:
             weights = MatchedWeights.find(from_module(model), self._artifact, self._options.dtype)
             if not self._is_full_due():
-                update = self._updates.prepare(weights, self._rows, check=self._options.check)
+                update = self._updates.prepare(weights, rows, check=self._options.check)
                 if not self._would_replace(update):
                     return update
-            self._expected = self._updates.expect(weights, self._rows, is_known=bool(self.onto) and not self._unknown)
+            self._expected = self._updates.expect(weights, rows, is_known=bool(self.onto))
         except WeightswapError as error:
             return error
         return _copied(model)
 
     def _is_full_due(self) -> bool:
         last = self._updates.last
-        if self._unknown and last is not None:
-            _log.warning(
-                "%s changed otherwise than by an optimizer's step, so a full file is published; RowTracker.mark() says "
-                "which rows did",
-                ", ".join(self._unknown),
-            )
         return (
-            bool(self._unknown)
-            or self._options.full
+            self._options.full
             or last is None
             or not self.onto
             or last.graph_id != self._artifact.manifest.packed_for
@@ -403,14 +387,6 @@ class _RowPublishing:
             return True
         return not isinstance(stamp, DeltaStamp) or stamp.base != update.last.weights_id
 
-    def failed(self) -> None:
-        """Leave the rows to the next publication."""
-        self._tracker.give_back(self._rows)
-        if self._unknown:
-            self._updates.last = None
-        else:
-            self._tracker.led_to(self._drained.since, self._drained)
-
     def published(self, content: Checkpoint | RowUpdate, packed: Packed, blocks: Mapping[str, Blocks]) -> None:
         """Take a file as the base of the next."""
         self._updates.last = None
@@ -427,7 +403,7 @@ class _RowPublishing:
                 )
         # deltas from weights that nobody serves would be refused
         if not packed.refusal:
-            self._tracker.led_to(packed.weights_id, self._drained)
+            self._lent.led_to(packed.weights_id)
             self._updates.last = Last(files, packed.graph_id, blocks)
 
 
@@ -448,27 +424,22 @@ def _write(
     update: _RowPublishing | None,
 ) -> Packed:
     content, recording = snapshot
-    try:
-        if isinstance(content, WeightswapError):
-            raise content
-        remove_abandoned(directory, _PREFIX)
-        out = directory / f"{_PREFIX}{step:0{STEP_DIGITS}d}.safetensors"
-        if isinstance(content, RowUpdate):
-            packing = content.pack(out, labels)
-        else:
-            packing = pack_checkpoint(content, artifact, out, labels=labels, dtype=dtype)
-        with packing as (file, packed):
-            path = directory / _name(step, packed.weights_id, is_delta=bool(packed.base))
-            # without a recording, goldens of this name stay: they are of the same weights id
-            with companion(goldens_path(path), recording.encode(packed.weights_id)) if recording else nullcontext():
-                file.rename(path)
-        packed = replace(packed, path=path)
-        if promotion is not None:
-            packed = promotion.promote(packed, artifact, update.onto if update and packed.base else ())
-    except BaseException:
-        if update is not None:
-            update.failed()
-        raise
+    if isinstance(content, WeightswapError):
+        raise content
+    remove_abandoned(directory, _PREFIX)
+    out = directory / f"{_PREFIX}{step:0{STEP_DIGITS}d}.safetensors"
+    if isinstance(content, RowUpdate):
+        packing = content.pack(out, labels)
+    else:
+        packing = pack_checkpoint(content, artifact, out, labels=labels, dtype=dtype)
+    with packing as (file, packed):
+        path = directory / _name(step, packed.weights_id, is_delta=bool(packed.base))
+        # without a recording, goldens of this name stay: they are of the same weights id
+        with companion(goldens_path(path), recording.encode(packed.weights_id)) if recording else nullcontext():
+            file.rename(path)
+    packed = replace(packed, path=path)
+    if promotion is not None:
+        packed = promotion.promote(packed, artifact, update.onto if update and packed.base else ())
     if update is not None:
         update.published(content, packed, file.blocks)
     return replace(packed, path=given_directory / packed.path.name, goldens=len(recording.cases) if recording else 0)

@@ -87,13 +87,11 @@ class RowTracker:
         self._tables = _tables(model, tables, {name for each in self._sharded for name in each.names})
         self._by_id = {id(table.tensor): table for table in self._tables}
         self._names = {name: table for table in self._tables for name in table.names}
-        self._given_back: list[ChangedRows] = []
         self.updates = RowUpdates()
         self._lock = Lock()  # of what follows
-        self._lent: Lent | None = None  # rows that were lent last, unless they have been served
+        self._lent: Lent | None = None  # rows that were lent last, unless they are served or published
         self._base = ""  # the weights id since which all changes are known, or lent
-        self._takings = 0  # by publications, and by what was served
-        self.drained = Drained("", 0)
+        self._takings = 0  # each by what was served or published
         for optimizer in optimizers:
             for inner in _inner(optimizer):
                 self._refuse(inner)
@@ -129,46 +127,34 @@ class RowTracker:
     def changed(self) -> dict[str, Offsets]:
         """Return the ids of the rows, ascending, that have changed since the last publication or swap, by table."""
         self._collect()
-        lent = {rows.name: rows.ids for rows in self._lent.rows} if self._lent else {}
+        last = self._lent  # once: the thread of a publication may take it away
+        lent = {rows.name: rows.ids for rows in last.rows} if last is not None else {}
         found = {table.names[0]: table.ids() for table in self._tables}
         return {name: np.union1d(ids, lent[name]) if name in lent else ids for name, ids in found.items()}
 
-    def drain(self) -> tuple[list[ChangedRows], list[str]]:
-        """Return the rows that have changed, and forget them; and the tables of which other rows may have changed."""
-        with self._lock:
-            self.drained = Drained(self._base, self._takings + 1)
-            self._base, self._takings = "", self._takings + 1
-            return self._drain()
-
-    def _drain(self) -> tuple[list[ChangedRows], list[str]]:
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            self._given_back += lent.rows
-        self._collect()
-        unknown = [
-            table.names[0]
-            for table in self._tables
-            if not table.is_known() or table.is_within or (lent is not None and table.names[0] in lent.unknown)
-        ]
-        return [ChangedRows(table.names[0], table.tensor, table.drain()) for table in self._tables], unknown
-
-    def led_to(self, weights_id: str, drained: Drained) -> None:
-        """Say which weights have all changes up to a `take`; that is of no use if others were taken meanwhile."""
-        with self._lock:
-            if drained.number == self._takings:
-                self._base = weights_id
-
     def lend(self) -> Lent:
-        """Return the rows that have changed, for a swap or a sender. Those that are not served are lent again."""
+        """Return the rows that have changed, to be served or published. Those that are not are lent again."""
         with self._lock:
-            rows, unknown = self._drain()
-            if unknown and self._base:
+            base, takings = self._base, self._takings
+            self._base, self._takings = "", takings + 1  # until all is there: an interrupt may lose rows
+            lent, self._lent = self._lent, None
+            for each in lent.rows if lent is not None else ():
+                self._names[each.name].add(torch.from_numpy(each.ids))
+            self._collect()
+            unknown = [
+                table.names[0]
+                for table in self._tables
+                if not table.is_known() or table.is_within or (lent is not None and table.names[0] in lent.unknown)
+            ]
+            rows = [ChangedRows(table.names[0], table.tensor, table.drain()) for table in self._tables]
+            if unknown and base:
                 _log.warning(
                     "%s changed otherwise than by an optimizer's step, or by one that has failed or not ended, so all "
                     "weights are given; RowTracker.mark() says which rows did",
                     ", ".join(unknown),
                 )
-            self._lent = Lent(self, rows, unknown, "" if unknown else self._base, self._takings)
+            self._lent = Lent(self, rows, unknown, "" if unknown else base, takings)
+            self._base, self._takings = base, takings
             return self._lent
 
     def _served(self, lent: Lent, weights_id: str) -> None:
@@ -178,10 +164,6 @@ class RowTracker:
             self._base, self._takings = weights_id, self._takings + 1
             if self._lent is lent:
                 self._lent = None
-
-    def give_back(self, rows: Iterable[ChangedRows]) -> None:
-        """Remember rows that were taken but not published. In any thread: they are only added by the next `take`."""
-        self._given_back += rows
 
     def _listen(self, model: nn.Module) -> None:
         """Be told of every optimizer's steps, and of lookups that change rows, as long as this tracker is there."""
@@ -239,24 +221,14 @@ class RowTracker:
 
     def _collect(self) -> None:
         """Add what is known elsewhere."""
-        while self._given_back:
-            each = self._given_back.pop()
-            self._names[each.name].add(torch.from_numpy(each.ids))
         for sharded in self._sharded:
             for name, ids in sharded.drain():
                 if (table := self._names.get(name)) is not None:
                     table.add(ids)
 
 
-class Drained(NamedTuple):
-    """The last `take` of a tracker. since: the weights id since which it has all changes; empty if there is none."""
-
-    since: str
-    number: int
-
-
 class Lent:
-    """Rows for one swap, or one sending, which are all that has changed in the tables since the weights `base`."""
+    """Rows for one swap, sending or publication: all that has changed in the tables since the weights `base`."""
 
     def __init__(
         self, tracker: RowTracker, rows: list[ChangedRows], unknown: list[str], base: str, takings: int
@@ -266,7 +238,7 @@ class Lent:
         self._tracker = tracker
 
     def led_to(self, weights_id: str) -> None:
-        """Say that the weights with these rows, and all else, are served."""
+        """Say that the weights with these rows, and all else, are served or published."""
         self._tracker._served(self, weights_id)
 
 

@@ -45,7 +45,9 @@ def reported(tracker: RowTracker) -> dict[str, list[int]]:
 
 def unknown(tracker: RowTracker) -> list[str]:
     """Take what has changed, and return the tables of which the rows are not known."""
-    return tracker.drain()[1]
+    lent = tracker.lend()
+    lent.led_to("published")
+    return lent.unknown
 
 
 @contextmanager
@@ -88,7 +90,7 @@ def test_the_rows_are_those_that_a_comparison_finds(
         with compared(model, tracker):
             train(model, optimizers)
         assert all(reported(tracker).values())
-        tracker.drain()
+        tracker.lend().led_to("published")
         assert not any(reported(tracker).values())
 
 
@@ -282,10 +284,9 @@ def test_marked_rows_of_any_tensor_are_reported() -> None:
     for ids in ([3, 1], torch.tensor([[9, 3]]), np.array([19], np.int32), []):
         tracker.mark("cache", ids)
     assert reported(tracker) == {"cache": [1, 3, 9, 19]}
-    rows, missed = tracker.drain()
+    unknown = tracker.lend().unknown
     tracker.mark("cache", [2])
-    tracker.give_back(rows)
-    assert (missed, reported(tracker)) == ([], {"cache": [1, 2, 3, 9, 19]})
+    assert (unknown, reported(tracker)) == ([], {"cache": [1, 2, 3, 9, 19]})
 
 
 @pytest.mark.parametrize(
@@ -555,9 +556,10 @@ def test_fused_optimizers_of_torchrec_change_what_its_tracker_knows(
     for steps in (2, 1, 3):
         with compared(sharded.model, tracker):
             sharded.train(steps)
-        rows, missed = tracker.drain()
-        assert missed == []
-        assert sum(len(each.ids) for each in rows) > 20
+        lent = tracker.lend()
+        lent.led_to("published")
+        assert lent.unknown == []
+        assert sum(len(each.ids) for each in lent.rows) > 20
         assert not any(reported(tracker).values())
 
 
@@ -616,7 +618,7 @@ def test_a_tracker_of_torchrec_that_is_there_needs_our_consumer(one_process: Non
     theirs = second.model.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["checkpoints", "weightswap"]))
     tracker = RowTracker(second.model)
     second.train(2)
-    rows = tracker.drain()[0]
+    rows = tracker.lend().rows
     ids = theirs.get_unique_ids("checkpoints")
     assert {each.name: each.ids.tolist() for each in rows} == {f"{name}.weight": ids[name].tolist() for name in ids}
 

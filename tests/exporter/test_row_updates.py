@@ -228,6 +228,45 @@ def test_a_failed_publication_leaves_its_rows_to_the_next(training: Training, mo
     assert is_equal(served, training.model)
 
 
+def test_an_interrupt_while_rows_are_taken_loses_none(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    served = load(training.artifact, training.publish().path)
+    with monkeypatch.context() as patch:
+        patch.setattr(training.tracker._tables[1], "drain", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            training.publish()
+        with pytest.raises(KeyboardInterrupt):
+            served.swap(training.model, rows=training.tracker)
+    assert served.swap(training.model, rows=training.tracker).weights_id == training.weights_id
+    packed = training.publish()
+    assert packed.weights_id == training.weights_id
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_swap_while_a_file_is_written_has_the_rows_of_both(
+    fails: bool, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = load(training.artifact, training.publish().path)
+    original = row_updates.RowUpdate.pack
+
+    def late(*args: Any) -> Any:
+        train(training.model, training.optimizers)
+        assert served.swap(training.model, rows=training.tracker).kind == "delta"
+        return original(*args) if not fails else broken()
+
+    with monkeypatch.context() as patch, suppress(OSError):
+        patch.setattr(row_updates.RowUpdate, "pack", late)
+        assert training.publish().base
+    assert is_equal(served, training.model)
+    train(training.model, training.optimizers)
+    assert served.swap(training.model, rows=training.tracker).weights_id == training.weights_id
+    for base in (False, True):
+        packed = training.publish()
+        assert (bool(packed.base), packed.weights_id) == (base, training.weights_id)
+
+
 @pytest.mark.parametrize("how", ["load_state_dict", "rows"])
 def test_changes_that_nobody_has_marked_make_a_full_file(
     how: str, training: Training, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -245,7 +284,7 @@ def test_changes_that_nobody_has_marked_make_a_full_file(
     packed = training.publish()
     assert not packed.base
     assert packed.weights_id == training.weights_id
-    assert "items.weight changed otherwise than by an optimizer's step, so a full file is published" in caplog.text
+    assert "items.weight changed otherwise than by an optimizer's step, or by one that has failed" in caplog.text
     assert not [record for record in caplog.records if record.levelno == logging.ERROR]
     assert training.publish().base
 
