@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -45,6 +45,9 @@ from .packing import MatchedWeights, Packed, check_constants, checked_labels, pa
 from .row_tracker import Lent, RowTracker
 from .row_updates import Expected, Last, Places, RowUpdate
 
+if TYPE_CHECKING:
+    from weightswap_fleet import Fleet
+
 STEP_DIGITS = 9  # of the step in a file's name
 ID_LETTERS = 12  # of the weights id in a file's name
 _PREFIX = "step-"
@@ -52,23 +55,6 @@ _NAME = re.compile(rf"{_PREFIX}(\d{{{STEP_DIGITS}}})-([0-9a-f]{{{ID_LETTERS}}})(
 # copy of a model's values, or of those that have changed, with no reference to the model; and what is beside the file
 _Snapshot = tuple[Checkpoint | RowUpdate | WeightswapError, Recording | None]
 _log = logging.getLogger("weightswap")
-
-
-class Receipt(Protocol):
-    """Answer of a service to a change."""
-
-    @property
-    def revision(self) -> int:
-        """Revision of the service's desired state."""
-        ...
-
-
-class Publishing(Protocol):
-    """Service that takes new weights, such as `weightswap_fleet.Fleet`."""
-
-    def publish(self, weights: Path, *, by: str, why: str) -> Receipt:
-        """Serve a file, unless that would undo an operator's decision. Raises WeightswapError."""
-        ...
 
 
 class Publication:
@@ -114,7 +100,7 @@ def publish(
     dtype: torch.dtype | str | None = None,
     goldens: Requested | None = None,
     tolerance: Tolerance | None = None,
-    promote: str | os.PathLike[str] | Publishing | None = None,
+    promote: str | os.PathLike[str] | Fleet | None = None,
     policy: Policy = "newest",
     by: str = "publish",
     keep: int | None = None,
@@ -212,7 +198,7 @@ def publish(
     return publication
 
 
-def _check_keep(keep: int | None, desired_store: DesiredStore | Publishing | None) -> None:
+def _check_keep(keep: int | None, desired_store: DesiredStore | Fleet | None) -> None:
     """Raise CheckpointError for a number of files to keep that is none, or without a desired store that says which."""
     if keep is None:
         return
@@ -230,7 +216,7 @@ def _check_keep(keep: int | None, desired_store: DesiredStore | Publishing | Non
 class _Promotion(NamedTuple):
     """Who shall serve a file."""
 
-    desired_store: DesiredStore | Publishing
+    desired_store: DesiredStore | Fleet
     policy: Policy
     by: str  # author of the change
     keep: int | None  # weights of the desired store's history whose files stay; None: all
