@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -141,17 +141,6 @@ def _call_case(artifact: Artifact, name: str, origin: Origin, method: str, flat:
 # The two sides of a comparison.
 
 
-class Side(Protocol):
-    """One of two executions that are compared."""
-
-    @property
-    def name(self) -> str: ...
-
-    def run(self, case: CallCase) -> list[Any]:
-        """Return flat outputs, with tensors as `TensorBytes`. Raises the errors of the execution."""
-        ...
-
-
 class Run(NamedTuple):
     """An engine, and the weight file or checkpoint that it runs with."""
 
@@ -215,6 +204,10 @@ class EagerSide:
                 "Compare with the model that was exported, or export it again.",
             )
         return contents_of(outputs.values)
+
+
+Side = EagerSide | EngineSide
+"""One of two executions that are compared."""
 
 
 @contextmanager
