@@ -100,14 +100,6 @@ class Recorded(NamedTuple):
     warnings: tuple[str, ...]
 
 
-class _Source(NamedTuple):
-    """Source of a weight: any one of `keys`, or the conversion graph's output `transform`, computed from all of
-    them."""
-
-    keys: tuple[str, ...]
-    transform: int | None = None
-
-
 def record_conversion(
     view: ModelView, tables: Tables, *, load: Load | None = None, checkpoint: CheckpointTensors | None = None
 ) -> Recorded:
@@ -154,13 +146,13 @@ def _base(view: ModelView, tables: Tables) -> Iterator[tuple[ModelView, dict[str
 
 def _recorded(view: ModelView, tables: Tables, load: Load | None, checkpoint: CheckpointTensors | None) -> Recorded:
     own = load is None and checkpoint is None
-    identities: dict[str, _Source] = {}
+    identities: dict[str, WeightSource] = {}
     try:
         if checkpoint is None:
             checkpoint, identities = _state_dict(view, tables)
             # by far the most models: no trace is needed
             if own and not _has_loading_code(view.model) and all(source.keys for source in identities.values()):
-                return _conversion(identities, checkpoint)
+                return _conversion(list(identities.values()), checkpoint)
         recording = _Recording(view, tables, load, identities)
         recorded = recording.record(checkpoint)
     except Untraceable as error:
@@ -182,7 +174,7 @@ def _recorded(view: ModelView, tables: Tables, load: Load | None, checkpoint: Ch
     return recorded._replace(warnings=(text,))
 
 
-def _state_dict(view: ModelView, tables: Tables) -> tuple[dict[str, Any], dict[str, _Source]]:
+def _state_dict(view: ModelView, tables: Tables) -> tuple[dict[str, Any], dict[str, WeightSource]]:
     """Return `model.state_dict()` without values, and the keys whose tensors are weights themselves."""
     with restored(view.model):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -196,7 +188,8 @@ def _state_dict(view: ModelView, tables: Tables) -> tuple[dict[str, Any], dict[s
         for key, value in flattened(saved).items():
             if isinstance(value, torch.Tensor):
                 keys.setdefault(tie_key(value), []).append(key)
-        sources = {row.name: _Source(tuple(keys.get(tie_key(tensors[row.name]), ()))) for row in tables.weights}
+        found = {row.name: tuple(keys.get(tie_key(tensors[row.name]), ())) for row in tables.weights}
+        sources = {name: WeightSource(weight=name, keys=keys) for name, keys in found.items()}
     return saved, sources
 
 
@@ -214,10 +207,10 @@ def _has_loading_code(model: nn.Module) -> bool:
 class _Recording:
     """Recorder of one model's loading code."""
 
-    def __init__(self, view: ModelView, tables: Tables, load: Load | None, saved: Mapping[str, _Source]) -> None:
+    def __init__(self, view: ModelView, tables: Tables, load: Load | None, saved: Mapping[str, WeightSource]) -> None:
         """saved: the keys under which a state dict has each weight; empty for other checkpoints."""
         self._view, self._tables, self._load, self._saved = view, tables, load, saved
-        self._identities: Mapping[str, _Source] = {}  # the sources of weights that loading does not change
+        self._identities: Mapping[str, WeightSource] = {}  # the sources of weights that loading does not change
 
     def record(self, checkpoint: CheckpointTensors) -> Recorded:
         """Record `load`, by default `load_state_dict`, or if that refuses the checkpoint, a load that is not strict.
@@ -252,11 +245,8 @@ class _Recording:
     def _record(self, checkpoint: CheckpointTensors, load: Load) -> Recorded:
         traced = trace_loading(self._view, self._tables.loaded, checkpoint, load)
         search = _Search(traced, self._view.tensors)
-        sources = {weight.name: search.source_of(weight) for weight in self._tables.weights}
-        sources = {name: _with_copies(name, source, self._saved.get(name)) for name, source in sources.items()}
-        sources = {
-            name: source if source.keys else self._identities.get(name, source) for name, source in sources.items()
-        }
+        found = [_with_copies(search.source_of(row), self._saved.get(row.name)) for row in self._tables.weights]
+        sources = [source if source.keys else self._identities.get(source.weight, source) for source in found]
         _check_whole(sources, checkpoint)
         return _conversion(sources, checkpoint, search)
 
@@ -272,38 +262,36 @@ class _Recording:
         return recorded._replace(conversion=structs.replace(recorded.conversion, needed=tuple(optional)))
 
 
-def _with_copies(weight: str, source: _Source, saved: _Source | None) -> _Source:
+def _with_copies(source: WeightSource, saved: WeightSource | None) -> WeightSource:
     """Return a source with all keys under which a state dict has the weight: loading keeps the last of them, but a
     checkpoint in which they differ is of no such model. Raises Untraceable if it is computed from some of them."""
     left_out = [key for key in saved.keys if key not in source.keys] if saved is not None else []
     if saved is None or not left_out or not source.keys:
         return source
     if source.transform is not None:
-        raise _untraceable(f"computes {weight} without {listed(left_out)}, under which a state dict has it, too")
+        raise _untraceable(f"computes {source.weight} without {listed(left_out)}, under which a state dict has it, too")
     return saved if set(source.keys) < set(saved.keys) else source
 
 
-def _check_whole(sources: Mapping[str, _Source], checkpoint: CheckpointTensors) -> None:
+def _check_whole(sources: Sequence[WeightSource], checkpoint: CheckpointTensors) -> None:
     """Raise Untraceable if a weight is computed from parts: nothing would check that they are of the same kind."""
     parts = flattened(checkpoint).keys() - checkpoint.keys()
-    for source in sources.values():
+    for source in sources:
         if source.transform is not None and (key := next(filter(parts.__contains__, source.keys), None)):
             raise Untraceable("", Unrecordable(f"loading a checkpoint computes with {key}, a part of a tensor"))
 
 
 def _conversion(
-    sources: Mapping[str, _Source], checkpoint: CheckpointTensors, search: _Search | None = None
+    sources: Sequence[WeightSource], checkpoint: CheckpointTensors, search: _Search | None = None
 ) -> Recorded:
-    used = {key for source in sources.values() for key in source.keys}
+    used = {key for source in sources for key in source.keys}
     inputs, files = search.conversion() if search else ((), {})
     conversion = Conversion(
-        sources=tuple(
-            WeightSource(weight=name, keys=source.keys, transform=source.transform) for name, source in sources.items()
-        ),
+        sources=tuple(sources),
         ignored=tuple(key for key in flattened(checkpoint) if key not in used),
         inputs=inputs,
     )
-    absent = [name for name, source in sources.items() if not source.keys]
+    absent = [source.weight for source in sources if not source.keys]
     warnings = [f"no checkpoint key provides the weight(s) {', '.join(absent)}. {_PACK}"] if absent else []
     if changed := search.changed if search else ():
         warnings.append(f"loading changes {', '.join(changed)}, but the graph keeps the values from the export")
@@ -325,7 +313,7 @@ class _Search:
         self._renamed_keys: set[str] = set()
         self.changed = traced.changed
 
-    def source_of(self, weight: NamedTensor) -> _Source:
+    def source_of(self, weight: NamedTensor) -> WeightSource:
         """Return the source of a weight; without keys if loading does not change it.
 
         Raises Untraceable for a weight that depends on more than a checkpoint.
@@ -337,7 +325,7 @@ class _Search:
         if len(keys) == len(loaded) and all(_type(root) == (weight.dtype, weight.shape) for root in loaded):
             if not self._renamed_keys.intersection(keys):
                 self._renamed_keys.update(keys)
-                return _Source(tuple(keys))
+                return WeightSource(weight=weight.name, keys=tuple(keys))
             key = loaded[-1]  # another weight has the same key
             with key.graph.inserting_after(key):
                 node = _called(aten.clone.default, key, value=key.meta["val"].clone())
@@ -347,7 +335,7 @@ class _Search:
             node = self._with_type_of(loaded[-1], weight)  # names are loaded in turn, so that the last one wins
         return self._computed(weight, node)
 
-    def _computed(self, weight: NamedTensor, node: Node) -> _Source:
+    def _computed(self, weight: NamedTensor, node: Node) -> WeightSource:
         used = sorted(all_inputs([node]))
         initial = [root for root in used if root in self._initial]
         if initial and not _is_overwritten(node, initial):
@@ -355,7 +343,8 @@ class _Search:
         if any(map(is_random, used)):
             raise _untraceable(f"draws random numbers for {weight.name}")
         self._outputs.append(node)
-        return _Source(tuple(self._keys[root] for root in used if root in self._keys), len(self._outputs) - 1)
+        keys = tuple(self._keys[root] for root in used if root in self._keys)
+        return WeightSource(weight=weight.name, keys=keys, transform=len(self._outputs) - 1)
 
     def _with_type_of(self, node: Node, weight: NamedTensor) -> Node:
         """Return the node, cast to the weight's dtype as `Tensor.copy_` would."""
