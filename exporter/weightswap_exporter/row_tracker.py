@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from weightswap_exporter.modules.tensors import ModelView, is_composed, is_fake, is_sharded, tie_key
+from weightswap_exporter.modules.tensors import ModelView, extents, is_composed, is_fake, is_sharded, tie_key
 from weightswap_runtime.errors import CheckpointError, Unsupported, listed
 from weightswap_runtime.native import Offsets
 from weightswap_runtime.staging.given import ChangedRows
@@ -382,8 +382,8 @@ def _tables(model: nn.Module, names: Iterable[str] | None, sharded: set[str]) ->
         raise CheckpointError(
             f"RowTracker: {listed(odd)}: no dense table with rows and values; leave it out of tables="
         )
-    extents = {name: _extent(value) for name, value in whole.items() if value.numel()}
-    if apart := [text for name in chosen if (text := _tied_apart(name, whole, extents))]:
+    spans = extents(whole)
+    if apart := [text for name in chosen if (text := _tied_apart(name, whole, spans))]:
         raise CheckpointError(
             f"RowTracker: {listed(apart, between='; ')}, so that a step of one changes the other unnoticed. Tie them "
             "by the same object (head.weight = table.weight), or leave the table out of RowTracker(tables=)"
@@ -400,27 +400,13 @@ def _is_table(tensor: torch.Tensor) -> bool:
     return not odd and tensor.dim() > 0 and tensor.numel() > 0
 
 
-class _Extent(NamedTuple):
-    """A storage, and the bytes of it that a tensor spans."""
-
-    storage: object
-    begin: int
-    end: int
-
-
-def _extent(tensor: torch.Tensor) -> _Extent:
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = int(tensor.storage_offset()) * tensor.element_size()
-    return _Extent(tensor.untyped_storage()._cdata, begin, begin + int(last + 1) * tensor.element_size())
-
-
-def _tied_apart(name: str, whole: Mapping[str, torch.Tensor], extents: Mapping[str, _Extent]) -> str:
+def _tied_apart(name: str, whole: Mapping[str, torch.Tensor], spans: Mapping[str, tuple[int, int, int]]) -> str:
     """Return which other tensors have some of a table's memory, of which torch may count changes apart; else empty."""
-    storage, begin, end = extents[name]
+    storage, begin, end = spans[name]
     shared = [
         other
-        for other, extent in extents.items()
-        if extent.storage == storage and extent.begin < end and begin < extent.end and whole[other] is not whole[name]
+        for other, (its, low, high) in spans.items()
+        if its == storage and low < end and begin < high and whole[other] is not whole[name]
     ]
     return f"{name} has memory of {listed(shared)}, which is another tensor" if shared else ""
 

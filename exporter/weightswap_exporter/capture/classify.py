@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 
 from weightswap_exporter.modules.libraries import NO_GROUPS, Groups, check_variable, grouped, with_siblings
 from weightswap_exporter.modules.stand_ins import replaced_by
-from weightswap_exporter.modules.tensors import ModelView, TieKey, dtype_name, is_fake, tie_key
+from weightswap_exporter.modules.tensors import ModelView, TieKey, dtype_name, extents, is_fake, tie_key
 from weightswap_runtime.errors import CaptureError, listed
 from weightswap_runtime.format.manifest import GraphInput, NamedTensor, is_dense
 from weightswap_runtime.torch_tensors import tensor_bytes
@@ -177,16 +177,12 @@ def _check_values(values: Mapping[str, torch.Tensor]) -> None:
 
 def overlapping(tensors: Mapping[str, torch.Tensor], rows: Iterable[NamedTensor]) -> list[str]:
     """Return, as texts, the pairs of distinct tensors that share some of their memory."""
-    ranges: dict[object, list[tuple[int, int, str]]] = {}  # bytes that each tensor spans, by storage
-    for name in (row.name for row in rows):
-        tensor = tensors[name]
-        if tensor.numel():
-            span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            begin = int(tensor.storage_offset()) * tensor.element_size()
-            extent = (begin, begin + int(span) * tensor.element_size(), name)
-            ranges.setdefault(tensor.untyped_storage()._cdata, []).append(extent)
-    pairs = (pair for extents in ranges.values() for pair in pairwise(sorted(extents)))
-    return [f"{one[2]} and {other[2]}" for one, other in pairs if other[0] < one[1]]
+    spans = sorted((*span, name) for name, span in extents({row.name: tensors[row.name] for row in rows}).items())
+    return sorted(
+        f"{name} and {other}"
+        for (storage, _, end, name), (next_storage, begin, _, other) in pairwise(spans)
+        if storage == next_storage and begin < end
+    )
 
 
 def _check_state(values: Mapping[str, torch.Tensor], state: list[NamedTensor], constants: list[NamedTensor]) -> None:

@@ -190,6 +190,17 @@ def tie_key(tensor: torch.Tensor) -> TieKey:
     return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
+def extents(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int, int]]:
+    """Return the storage of each tensor with elements, and the begin and the end of its bytes there."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            begin, size = int(tensor.storage_offset()), tensor.element_size()
+            found[name] = tensor.untyped_storage()._cdata, begin * size, (begin + int(last) + 1) * size
+    return found
+
+
 def dtype_name(dtype: torch.dtype, where: str) -> str:
     """Return the safetensors name of a torch dtype. Raises CaptureError if it has none."""
     name = DTYPE_NAMES.get(dtype)
