@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -175,14 +175,15 @@ def publish(
         model = peft_base(model)
     check_constants(unwrapped(model), opened)
     record_from = recorder(model, opened, goldens, tolerance)
-    options = _RowOptions(dtype, full, full_every, check)
-    options.validate(rows)
-    update = _RowPublishing(rows, fixed(Path(directory)), step, opened, options) if rows is not None else None
+    _check_rows(rows, full, full_every, check)
+    update = None
+    if rows is not None:
+        update = _RowPublishing(rows, fixed(Path(directory)), step, opened, dtype, full, full_every, check)
     outcome: futures.Future[Packed] = futures.Future()
     publication = Publication(step, outcome)
     _writer.begin(
         outcome,
-        lambda: _snapshot(model, update, record_from),
+        lambda: (update.prepare(model) if update is not None else _copied(model), record_from()),
         partial(
             _write,
             update=update,
@@ -300,71 +301,65 @@ def _copied(model: nn.Module) -> Checkpoint:
     return Checkpoint(live.where, *flat_levels(tensors, live.where), names=True)
 
 
-def _snapshot(
-    model: nn.Module, update: _RowPublishing | None, record_from: Callable[[], Recording | None]
-) -> _Snapshot:
-    return _copied(model) if update is None else update.prepare(model), record_from()
+def _check_rows(rows: RowTracker | None, full: bool, full_every: int, check: bool) -> None:
+    """Raise CheckpointError for options that cannot be meant."""
+    if rows is not None and not isinstance(rows, RowTracker):
+        raise CheckpointError(f"rows: expected a RowTracker of the model, got a {type(rows).__qualname__}")
+    if rows is None and (full or check):
+        raise CheckpointError("full= and check= are about row updates; pass rows=RowTracker(model), too")
+    if type(full_every) is not int or full_every < 1:
+        raise CheckpointError(f"full_every: expected 1 or more deltas between full files, got {full_every!r}")
 
 
-class _RowOptions(NamedTuple):
+@dataclass
+class _RowPublishing:
+    """One publication of the rows that a tracker knows."""
+
+    tracker: RowTracker
+    directory: Path
+    step: int
+    artifact: Artifact
+    # as in `publish`
     dtype: torch.dtype | str | None
     full: bool
     full_every: int
     check: bool
 
-    def validate(self, rows: RowTracker | None) -> None:
-        """Raise CheckpointError for options that cannot be meant."""
-        if rows is not None and not isinstance(rows, RowTracker):
-            raise CheckpointError(f"rows: expected a RowTracker of the model, got a {type(rows).__qualname__}")
-        if rows is None and (self.full or self.check):
-            raise CheckpointError("full= and check= are about row updates; pass rows=RowTracker(model), too")
-        if type(self.full_every) is not int or self.full_every < 1:
-            raise CheckpointError(f"full_every: expected 1 or more deltas between full files, got {self.full_every!r}")
-
-
-class _RowPublishing:
-    """One publication of the rows that a tracker knows."""
-
-    def __init__(
-        self, tracker: RowTracker, directory: Path, step: int, artifact: Artifact, options: _RowOptions
-    ) -> None:
-        self._tracker, self._updates = tracker, tracker.updates
-        self._directory, self._step, self._artifact, self._options = directory, step, artifact, options
-        self._lent: Lent  # unless the file is there, and promoted, its rows are lent to the next publication, too
-        self._expected = Expected({}, {})
-        self.onto: Places = ()  # the files that lead to the weights since which rows were taken
+    lent: Lent = field(init=False)  # unless the file is there, and promoted, its rows are lent to the next one, too
+    expected: Expected = field(init=False)  # of a full file
+    onto: Places = ()  # the files that lead to the weights since which rows were taken
 
     def prepare(self, model: nn.Module) -> Checkpoint | RowUpdate | WeightswapError:
         """Return the update, or a copy of the model if a full file is due; or the error that `wait` shall raise."""
-        self._lent = self._tracker.lend()
-        rows, last = self._lent.rows, self._updates.last
-        if last is not None and last.weights_id == self._lent.base:
+        self.lent = self.tracker.lend()
+        rows, last = self.lent.rows, self.tracker.updates.last
+        if last is not None and last.weights_id == self.lent.base:
             self.onto = last.files
         try:
-            weights = MatchedWeights.find(from_module(model), self._artifact, self._options.dtype)
+            weights = MatchedWeights.find(from_module(model), self.artifact, self.dtype)
             if not self._is_full_due():
-                update = self._updates.prepare(weights, rows, check=self._options.check)
+                update = self.tracker.updates.prepare(weights, rows, check=self.check)
                 if not self._would_replace(update):
                     return update
-            self._expected = self._updates.expect(weights, rows, is_known=bool(self.onto))
+            self.expected = self.tracker.updates.expect(weights, rows, is_known=bool(self.onto))
         except WeightswapError as error:
             return error
         return _copied(model)
 
     def _is_full_due(self) -> bool:
-        last = self._updates.last
+        last = self.tracker.updates.last
         return (
-            self._options.full
+            self.full
             or last is None
             or not self.onto
-            or last.graph_id != self._artifact.manifest.packed_for
-            or len(last.files) > self._options.full_every
-            or not all(path.parent == self._directory and path.is_file() for path, _ in last.files)
+            or last.graph_id != self.artifact.manifest.packed_for
+            or len(last.files) > self.full_every
+            or not all(path.parent == self.directory and path.is_file() for path, _ in last.files)
         )
 
     def _would_replace(self, update: RowUpdate) -> bool:
         """Return whether the delta has the name of one from other weights, as of a step that is published twice."""
-        path = self._directory / _name(self._step, update.weights_id, is_delta=True)
+        path = self.directory / _name(self.step, update.weights_id, is_delta=True)
         if not path.exists():
             return False
         try:
@@ -375,12 +370,12 @@ class _RowPublishing:
 
     def published(self, content: Checkpoint | RowUpdate, packed: Packed, blocks: Mapping[str, Blocks]) -> None:
         """Take a file as the base of the next."""
-        self._updates.last = None
+        self.tracker.updates.last = None
         if isinstance(content, RowUpdate):
             files, blocks = (*self.onto, (packed.path, packed.weights_id)), content.blocks
         else:
             files = ((packed.path, packed.weights_id),)
-            if missed := self._updates.learn(self._expected, content, blocks):
+            if missed := self.tracker.updates.learn(self.expected, content, blocks):
                 _log.error(
                     "%s: rows of %s changed that the tracker has missed, so that the deltas before this full file lack "
                     "them; RowTracker.mark() says which rows change otherwise than by an optimizer's step",
@@ -389,8 +384,8 @@ class _RowPublishing:
                 )
         # deltas from weights that nobody serves would be refused
         if not packed.refusal:
-            self._lent.led_to(packed.weights_id)
-            self._updates.last = Last(files, packed.graph_id, blocks)
+            self.lent.led_to(packed.weights_id)
+            self.tracker.updates.last = Last(files, packed.graph_id, blocks)
 
 
 def _name(step: int, weights_id: str, *, is_delta: bool) -> str:
