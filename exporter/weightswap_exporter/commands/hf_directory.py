@@ -169,11 +169,11 @@ def directory_model(directory: str | os.PathLike[str], *, hollow: bool = True) -
     """Return the model of a directory, as `directory_recipe` builds it. Raises the same errors."""
     if find_spec("transformers") is None:
         raise MissingExtra("hf:DIR", "hf")
-    from transformers.utils.logging import get_logger
-
     directory = Path(directory)
     settings = _read_config(directory)
-    with quiet(get_logger()):  # about token ids, image processors and generation settings, which do not apply
+    import transformers  # noqa: F401 - sets the level of its logger
+
+    with quiet("transformers"):  # about token ids, image processors and generation settings, which do not apply
         config = _parse(directory, settings)
         make = _maker(directory, settings)
         _without_cache(config)

@@ -204,7 +204,7 @@ def _try(model: nn.Module, kwargs: Mapping[str, Any]) -> Exception | None:
     """
     with ExitStack() as stack:
         # torch logs a stack trace when an operator fails on a skeleton's parameters
-        no_log = quiet(logging.getLogger("torch._subclasses.fake_tensor"), level=logging.CRITICAL)
+        no_log = quiet("torch._subclasses.fake_tensor", level=logging.CRITICAL)
         for block in (_restored_buffers(model), no_log, without_cache(model), torch.no_grad()):
             stack.enter_context(block)
         stack.enter_context(torch.random.fork_rng(devices=[]))

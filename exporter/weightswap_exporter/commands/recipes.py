@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import logging
 import os
 import sys
 import traceback
@@ -117,8 +116,7 @@ def _quiet_libraries() -> Iterator[None]:
     with suppress(ImportError):  # reported where it is needed
         import torch  # noqa: F401
         import transformers  # noqa: F401 - both set the levels of their loggers when they are imported
-    loggers = [] if "TORCH_LOGS" in os.environ else [logging.getLogger(name) for name in _LIBRARIES]
-    with quiet(*loggers):
+    with nullcontext() if "TORCH_LOGS" in os.environ else quiet(*_LIBRARIES):
         yield
 
 

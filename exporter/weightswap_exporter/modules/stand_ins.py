@@ -241,15 +241,15 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def quiet(*loggers: logging.Logger, level: int = logging.ERROR) -> Iterator[None]:
-    """Hide in the block what these loggers log below a level."""
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(max(logger.level, level))
+def quiet(*names: str, level: int = logging.ERROR) -> Iterator[None]:
+    """Hide in the block what the loggers of these names log below a level."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger, before in levels.items():
+        logger.setLevel(max(before, level))
     try:
         yield
     finally:
-        for logger, before in zip(loggers, levels, strict=True):
+        for logger, before in levels.items():
             logger.setLevel(before)
 
 
