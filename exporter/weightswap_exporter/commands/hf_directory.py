@@ -176,7 +176,8 @@ def directory_model(directory: str | os.PathLike[str], *, hollow: bool = True) -
     with quiet("transformers"):  # about token ids, image processors and generation settings, which do not apply
         config = _parse(directory, settings)
         make = _maker(directory, settings)
-        _without_cache(config)
+        for each in huggingface.caching([config]):
+            each.use_cache = False
         try:
             with skeleton() if hollow else nullcontext():
                 model: nn.Module = make(config, dtype=config.dtype or torch.float32)
@@ -238,12 +239,6 @@ def _unknown(directory: Path, what: str, settings: Mapping[str, Any]) -> Unsuppo
         f"{directory}: transformers {transformers.__version__} has no {what}.{code} Write a recipe that builds it: a "
         "function that returns what export() takes, as file.py:function."
     )
-
-
-def _without_cache(config: Any) -> None:
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        if part is not None:
-            part.use_cache = False
 
 
 def _keep_in_float32(model: Any) -> None:

@@ -51,24 +51,23 @@ def without_cache(model: nn.Module) -> Iterator[None]:
     modules = [module for module in model.modules() if is_pretrained(module)]
     base = peft_base(model)
     own = is_pretrained(base) and type(base).__module__.startswith("transformers.")
-    caching = list(_caching(modules)) if own else []
+    asking = list(caching([module.config for module in modules])) if own else []
     with ExitStack() as stack:
         if modules and not (own and base is model):
             stack.enter_context(model.register_forward_hook(lambda *call: _without_caches(call[-1])))
         try:
-            for config in caching:
+            for config in asking:
                 config.use_cache = False
             yield
         finally:
-            for config in caching:
+            for config in asking:
                 config.use_cache = True
 
 
-def _caching(modules: Sequence[Any]) -> Iterator[Any]:
-    """Yield each configuration that asks for a cache: encoders and decoders have copies of the whole model's."""
-    configs = [module.config for module in modules]
-    configs += [getattr(config, name, None) for config in configs for name in config.sub_configs]
-    yield from {id(config): config for config in configs if getattr(config, "use_cache", False)}.values()
+def caching(configs: Sequence[Any]) -> Iterator[Any]:
+    """Yield each configuration that asks for a cache, and each in these: encoders and decoders have their own."""
+    every = [*configs, *(getattr(config, name, None) for config in configs for name in config.sub_configs)]
+    yield from {id(config): config for config in every if getattr(config, "use_cache", False)}.values()
 
 
 def _without_caches(output: Any) -> Any:
