@@ -102,23 +102,28 @@ class CanaryAnalysis:
         """Raises as `check_plan`."""
         check_plan(plan)
         self.plan = plan
-        self.served, self.canary, self.differences = Side(), Side(), Differences(plan.tolerance)
         self.promote = Rule(plan.promote_if, MEASURED) if plan.promote_if else None
         self.abort = Rule(plan.abort_if, MEASURED) if plan.abort_if else None
+        self._measured, self._lock = Measured(), Lock()
 
     def drain(self) -> Measured:
         """Return the measures since the last call, for another process that judges the same weights."""
-        return Measured(self.served.drain(), self.canary.drain(), self.differences.drain())
+        with self._lock:
+            drained, self._measured = self._measured, Measured()
+        return drained
 
     def add(self, measured: Measured) -> None:
-        """Add the measures of another process."""
-        self.served.add(measured.served)
-        self.canary.add(measured.canary)
-        self.differences.add(measured.differences)
+        """Add measures, which may be those of another process."""
+        with self._lock:
+            self._measured.served.add(measured.served)
+            self._measured.canary.add(measured.canary)
+            self._measured.differences.add(measured.differences)
 
     def values(self) -> dict[str, float | None]:
         """Return the measures by the names that rules use."""
-        values = self.canary.values("") | self.served.values("served_") | self.differences.values()
+        with self._lock:
+            measured = self._measured
+            values = measured.canary.values("") | measured.served.values("served_") | measured.differences.values()
         values["p50_ratio"] = _ratio(values["p50"], values["served_p50"])
         values["p99_ratio"] = _ratio(values["p99"], values["served_p99"])
         return values
@@ -140,7 +145,7 @@ class CanaryAnalysis:
         return {
             **self.plan._asdict(),
             "promote_held": self.promote.held_for(time.monotonic()) if self.promote else 0.0,
-            "skipped": self.differences.skipped,
+            "skipped": self._measured.differences.skipped,
             "values": self.values(),
         }
 
@@ -187,10 +192,10 @@ class Canary(CanaryAnalysis):
         by_canary: bool,
     ) -> None:
         """Count an answer of the canary or of the served weights, and queue it to be examined in another thread."""
-        (self.canary if by_canary else self.served).answered(seconds)
+        self.add(_of_side(by_canary, Side(requests=1, seconds=[seconds], failed=[False])))
         with self._changed:
             if len(self._waiting) >= _MOST_WAITING:
-                self.differences.skip()
+                self.add(Measured(differences=Differences(skipped=1)))
             elif not self._closed:
                 self._waiting.append((method, flat, variants, answer, by_canary))
                 self._changed.notify()
@@ -198,8 +203,8 @@ class Canary(CanaryAnalysis):
     def failed(self, error: BaseException, requests: int = 1) -> None:
         """Count requests that the canary has failed to answer, unless it has just ended."""
         if not isinstance(error, StageClosed):
+            self.add(Measured(canary=failures(requests)))
             for _ in range(requests):
-                self.canary.failed()
                 self._count("errors", self.weights_id)
             log.warning("the canary %s failed, so the served weights answer: %s", self.weights_id[:12], error)
 
@@ -229,165 +234,91 @@ class Canary(CanaryAnalysis):
     def _examine(
         self, method: ServedMethod, flat: Flat, variants: VariantNames, answer: Answer, by_canary: bool
     ) -> None:
-        (self.canary if by_canary else self.served).examined(has_nonfinite(answer.outputs))
+        self.add(_of_side(by_canary, Side(nonfinite=[has_nonfinite(answer.outputs)])))
         if by_canary or not self.plan.shadow:
             return
         began = time.perf_counter()
         outputs = method.call(self.staged, flat, variants)
+        seconds = time.perf_counter() - began
+        tried = Side(nonfinite=[has_nonfinite(outputs)])
         if not self.plan.share:  # it has no other answers to measure
-            self.canary.answered(time.perf_counter() - began)
-        self.canary.examined(has_nonfinite(outputs))
+            tried.add(Side(requests=1, seconds=[seconds], failed=[False]))
+        differences = compare(answer.outputs, outputs, self.plan.tolerance)
+        self.add(Measured(canary=tried, differences=differences))
         self._count("compared", self.weights_id)
-        if self.differences.compare(answer.outputs, outputs):
+        if any(differences.differing):
             self._count("differing", self.weights_id)
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """The measures of a canary in one process."""
-
-    served: Answers
-    canary: Answers
-    differences: Compared
-
-
-class Answers(msgspec.Struct, frozen=True):
-    """The measures of one side since the last `take`."""
-
-    requests: int
-    errors: int
-    seconds: list[float]
-    failed: list[bool]
-    nonfinite: list[bool]
-
-
-class Compared(msgspec.Struct, frozen=True):
-    """The differences since the last `take`."""
-
-    compared: int
-    skipped: int
-    max_abs: float
-    max_rel: float
-    differing: list[bool]
-
-
-class Side:
+class Side(msgspec.Struct):
     """Measures of one set of weights. Latencies are in seconds, from a request's arrival to its answer."""
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._begin()
+    requests: int = 0
+    seconds: list[float] = []
+    failed: list[bool] = []  # for each request
+    nonfinite: list[bool] = []  # for each answer that was examined for NaN and infinities
 
-    def _begin(self) -> None:
-        self.requests = self.errors = 0
-        self._seconds: deque[float] = deque(maxlen=LAST)
-        self._failed: deque[bool] = deque(maxlen=LAST)
-        self._nonfinite: deque[bool] = deque(maxlen=LAST)
-
-    def answered(self, seconds: float) -> None:
-        with self._lock:
-            self.requests += 1
-            self._seconds.append(seconds)
-            self._failed.append(False)
-
-    def failed(self) -> None:
-        with self._lock:
-            self.requests += 1
-            self.errors += 1
-            self._failed.append(True)
-
-    def examined(self, nonfinite: bool) -> None:
-        """Count an answer that was examined for NaN and infinities."""
-        with self._lock:
-            self._nonfinite.append(nonfinite)
-
-    def drain(self) -> Answers:
-        """Return the measures, and begin anew."""
-        with self._lock:
-            seconds, failed, nonfinite = list(self._seconds), list(self._failed), list(self._nonfinite)
-            answers = Answers(self.requests, self.errors, seconds, failed, nonfinite)
-            self._begin()
-        return answers
-
-    def add(self, answers: Answers) -> None:
-        """Add the measures of another process."""
-        with self._lock:
-            self.requests += answers.requests
-            self.errors += answers.errors
-            self._seconds.extend(answers.seconds)
-            self._failed.extend(answers.failed)
-            self._nonfinite.extend(answers.nonfinite)
+    def add(self, other: Side) -> None:
+        self.requests += other.requests
+        _extend(self.seconds, other.seconds)
+        _extend(self.failed, other.failed)
+        _extend(self.nonfinite, other.nonfinite)
 
     def values(self, prefix: str) -> dict[str, float | None]:
         """Return rates and latencies; None before the first answer."""
-        with self._lock:
-            seconds, failed, nonfinite = sorted(self._seconds), list(self._failed), list(self._nonfinite)
+        seconds = sorted(self.seconds)
         return {
             f"{prefix}requests": self.requests,
-            f"{prefix}errors": _rate(failed),
-            f"{prefix}nonfinite": _rate(nonfinite),
+            f"{prefix}errors": _rate(self.failed),
+            f"{prefix}nonfinite": _rate(self.nonfinite),
             f"{prefix}p50": _quantile(seconds, 0.5),
             f"{prefix}p99": _quantile(seconds, 0.99),
         }
 
 
-class Differences:
-    """Differences between the answers of two sets of weights to the same requests.
+class Differences(msgspec.Struct):
+    """Differences between the answers of two sets of weights to the same requests."""
 
-    max_rel: the largest difference, relative to the largest number of the served output. differing: the share of
-    answers in which that exceeds `tolerance`, or in which integers or shapes differ.
-    """
+    compared: int = 0
+    skipped: int = 0  # answers that were not examined
+    max_abs: float = 0.0
+    max_rel: float = 0.0  # the largest difference, relative to the largest number of the served output
+    differing: list[bool] = []  # for each comparison: max_rel above the tolerance, or other integers or shapes
 
-    def __init__(self, tolerance: float) -> None:
-        self._tolerance = tolerance
-        self._lock = Lock()
-        self._begin()
-
-    def _begin(self) -> None:
-        self.compared = self.skipped = 0
-        self.max_abs = self.max_rel = 0.0
-        self._differing: deque[bool] = deque(maxlen=LAST)
-
-    def compare(self, served: Outputs, canary: Outputs) -> bool:
-        """Compare the answers to one request. Returns True if they differ."""
-        pairs = [_difference(one, other) for (_, one), (_, other) in zip(served, canary, strict=True)]
-        largest = max((absolute for absolute, _ in pairs), default=0.0)
-        relative = max((relative for _, relative in pairs), default=0.0)
-        differs = relative > self._tolerance
-        with self._lock:
-            self.compared += 1
-            self.max_abs, self.max_rel = max(self.max_abs, largest), max(self.max_rel, relative)
-            self._differing.append(differs)
-        return differs
-
-    def skip(self) -> None:
-        """Count an answer that was not examined."""
-        with self._lock:
-            self.skipped += 1
-
-    def drain(self) -> Compared:
-        """Return the differences, and begin anew."""
-        with self._lock:
-            compared = Compared(self.compared, self.skipped, self.max_abs, self.max_rel, list(self._differing))
-            self._begin()
-        return compared
-
-    def add(self, compared: Compared) -> None:
-        """Add the differences of another process."""
-        with self._lock:
-            self.compared += compared.compared
-            self.skipped += compared.skipped
-            self.max_abs, self.max_rel = max(self.max_abs, compared.max_abs), max(self.max_rel, compared.max_rel)
-            self._differing.extend(compared.differing)
+    def add(self, other: Differences) -> None:
+        self.compared += other.compared
+        self.skipped += other.skipped
+        self.max_abs, self.max_rel = max(self.max_abs, other.max_abs), max(self.max_rel, other.max_rel)
+        _extend(self.differing, other.differing)
 
     def values(self) -> dict[str, float | None]:
-        with self._lock:
-            any_yet = self.compared > 0
-            return {
-                "compared": self.compared,
-                "differing": _rate(self._differing),
-                "max_abs": self.max_abs if any_yet else None,
-                "max_rel": self.max_rel if any_yet else None,
-            }
+        return {
+            "compared": self.compared,
+            "differing": _rate(self.differing),
+            "max_abs": self.max_abs if self.compared else None,
+            "max_rel": self.max_rel if self.compared else None,
+        }
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """The measures of a canary in one process."""
+
+    served: Side = msgspec.field(default_factory=Side)
+    canary: Side = msgspec.field(default_factory=Side)
+    differences: Differences = msgspec.field(default_factory=Differences)
+
+
+def failures(requests: int) -> Side:
+    """Return the measures of requests that were not answered."""
+    return Side(requests=requests, failed=[True] * requests)
+
+
+def compare(served: Outputs, canary: Outputs, tolerance: float) -> Differences:
+    """Compare the answers to one request. tolerance: of the relative difference."""
+    pairs = [_difference(one, other) for (_, one), (_, other) in zip(served, canary, strict=True)]
+    largest = max((absolute for absolute, _ in pairs), default=0.0)
+    relative = max((relative for _, relative in pairs), default=0.0)
+    return Differences(compared=1, max_abs=largest, max_rel=relative, differing=[relative > tolerance])
 
 
 def has_nonfinite(outputs: Outputs) -> bool:
@@ -401,6 +332,15 @@ def measure_text(name: str, value: float) -> str:
     if measure in _RATES:
         return percent(value)
     return duration(value) if measure in ("p50", "p99") else f"{value:.4g}"
+
+
+def _of_side(by_canary: bool, side: Side) -> Measured:
+    return Measured(canary=side) if by_canary else Measured(served=side)
+
+
+def _extend(kept: list[Any], more: list[Any]) -> None:
+    kept += more
+    del kept[:-LAST]
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:

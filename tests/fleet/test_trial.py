@@ -18,7 +18,7 @@ from weightswap_fleet.coordinator import agreement
 from weightswap_fleet.coordinator.agreement import shares
 from weightswap_fleet.documents import FleetPlan, PrepareReply, PrepareRequest
 from weightswap_runtime import DigestMismatch, StageCancelled, StageClosed, Staged, StagingBusy, Unsupported
-from weightswap_server.canary import Answers, Compared, Measured
+from weightswap_server.canary import Measured, Side
 from weightswap_server.workers.trials import TrialMeasures
 
 from .nodes import SOON, Fleet, FleetTrial, NodeAgent, kinds, known_weights, serving_zero
@@ -46,10 +46,9 @@ def verdict(trial: FleetTrial) -> str | None:
 
 def answered(fleet: Fleet, node: str, canary: int, errors: int = 0, word: int | None = None) -> None:
     """Send the measures of a replica: so many answers of the weights on trial, and as many of the served ones."""
-    served = Answers(canary, 0, [0.001] * canary, [False] * canary, [])
+    served = Side(canary, [0.001] * canary, [False] * canary)
     failed = [False] * (canary - errors) + [True] * errors
-    tried = Answers(canary, errors, [0.001] * (canary - errors), failed, [])
-    measured = Measured(served, tried, Compared(0, 0, 0.0, 0.0, []))
+    measured = Measured(served, Side(canary, [0.001] * (canary - errors), failed))
     trial = fleet.trial_words()[node] if word is None else word
     text = msgspec.msgpack.encode(TrialMeasures("tiny", trial, measured))
     fleet.agents[node].add_measures(b64encode(text).decode())

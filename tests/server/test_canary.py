@@ -29,7 +29,17 @@ from tests.support.watched import eventually
 from weightswap_runtime import DesiredStore, InputMismatch, Model, StageClosed, Staged, Unsupported, load
 from weightswap_runtime.tensors import array_content
 from weightswap_server import ServedMethod
-from weightswap_server.canary import CanaryAnalysis, CanaryPlan, Differences, Rule, Side, check_plan, has_nonfinite
+from weightswap_server.canary import (
+    CanaryAnalysis,
+    CanaryPlan,
+    Measured,
+    Rule,
+    Side,
+    check_plan,
+    compare,
+    failures,
+    has_nonfinite,
+)
 
 
 @pytest.fixture
@@ -347,16 +357,15 @@ def test_how_long_a_rule_has_to_hold(text: str, seconds: float) -> None:
 def test_nothing_is_promoted_before_it_is_measured(rule: str) -> None:
     judgement = CanaryAnalysis(CanaryPlan(share=0.1, promote_if=rule))
     assert judgement.verdict() is None
-    for side in (judgement.canary, judgement.served):
-        side.answered(0.1)
-        side.examined(False)
+    answer = Side(requests=1, seconds=[0.1], failed=[False], nonfinite=[False])
+    judgement.add(Measured(served=answer, canary=answer))
     assert judgement.verdict() == ("promote", rule)
 
 
 def test_what_fails_at_once_is_aborted() -> None:
     judgement = CanaryAnalysis(CanaryPlan(share=1))
     assert judgement.verdict() is None
-    judgement.canary.failed()
+    judgement.add(Measured(canary=failures(1)))
     assert judgement.verdict() == ("abort", judgement.plan.abort_if)
 
 
@@ -364,7 +373,7 @@ def test_what_fails_at_once_is_aborted() -> None:
 def test_rates_and_quantiles(outcomes: list[float | None]) -> None:
     side = Side()
     for seconds in outcomes:
-        side.failed() if seconds is None else side.answered(seconds)
+        side.add(failures(1) if seconds is None else Side(requests=1, seconds=[seconds], failed=[False]))
     values, good = side.values(""), [each for each in outcomes if each is not None]
     assert values["errors"] == pytest.approx(1 - len(good) / len(outcomes))
     assert values["requests"] == len(outcomes)
@@ -379,8 +388,8 @@ numbers = st.lists(st.floats(width=32) | st.just(0.0), min_size=4, max_size=4)
 @settings(max_examples=200)
 def test_differences(one: list[float], other: list[float]) -> None:
     first, second = np.asarray(one, np.float32), np.asarray(other, np.float32)
-    found = Differences(0.01)
-    differs = found.compare([("y", array_content(first))], [("y", array_content(second))])
+    found = compare([("y", array_content(first))], [("y", array_content(second))], 0.01)
+    (differs,) = found.differing
     assert differs == (not np.array_equal(first, second, equal_nan=True) and found.max_rel > 0.01)
     if np.isfinite(first).all() and np.isfinite(second).all():
         assert found.max_abs == np.abs(first.astype(np.float64) - second.astype(np.float64)).max()
@@ -400,4 +409,4 @@ def test_differences(one: list[float], other: list[float]) -> None:
     ],
 )
 def test_answers_that_differ(one: Any, other: Any, differs: bool) -> None:
-    assert Differences(0.01).compare([("y", array_content(one))], [("y", array_content(other))]) == differs
+    assert compare([("y", array_content(one))], [("y", array_content(other))], 0.01).differing == [differs]

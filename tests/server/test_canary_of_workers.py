@@ -18,7 +18,7 @@ from tests.server.load import INPUT
 from tests.server.worker_processes import Fleet, eventually, operated, serving
 from tests.support.storm import storm
 from weightswap_runtime.tensors import array_content
-from weightswap_server.canary import Compared, Differences, Side
+from weightswap_server.canary import LAST, CanaryAnalysis, CanaryPlan, Measured, Side, compare, failures
 
 
 @pytest.fixture(scope="module")
@@ -150,26 +150,36 @@ def test_under_load_whoever_is_killed(fleet: Fleet) -> None:
 
 
 def test_what_was_taken_and_added_is_what_one_has_measured() -> None:
-    whole, parts, total = Side(), (Side(), Side()), Side()
+    whole, total, *parts = (CanaryAnalysis(CanaryPlan()) for _ in range(4))
     for number in range(100):
+        answer = failures(1) if number % 10 == 3 else Side(requests=1, seconds=[number / 1000], failed=[False])
         for side in (whole, parts[number % 2]):
-            side.failed() if number % 10 == 3 else side.answered(number / 1000)
-            side.examined(number % 4 == 0)
+            side.add(Measured(canary=answer))
+            side.add(Measured(canary=Side(nonfinite=[number % 4 == 0])))
         if number % 30 == 0:
             for part in parts:
                 total.add(part.drain())
     for part in parts:
         total.add(part.drain())
-        assert part.drain().requests == 0
-    assert total.values("") == whole.values("")
+        assert part.drain() == Measured()
+    assert total.values() == whole.values()
+
+
+def test_the_latest_answers_are_kept() -> None:
+    side = Side()
+    side.add(Side(requests=LAST, seconds=[1.0] * LAST, failed=[True] * LAST))
+    side.add(Side(requests=2, seconds=[2.0] * 2, failed=[False] * 2))
+    assert side.requests == LAST + 2
+    assert side.seconds == [1.0] * (LAST - 2) + [2.0] * 2
+    assert side.failed == [True] * (LAST - 2) + [False] * 2
 
 
 def test_infinite_differences_are_told() -> None:
-    one, other = Differences(0.01), Differences(0.01)
+    one, other = CanaryAnalysis(CanaryPlan()), CanaryAnalysis(CanaryPlan())
     zeros, infinite = (array_content(np.full(2, value, np.float32)) for value in (0, np.inf))
-    assert one.compare([("y", zeros)], [("y", infinite)])
+    one.add(Measured(differences=compare([("y", zeros)], [("y", infinite)], 0.01)))
     told = one.values()
-    other.add(msgspec.msgpack.decode(msgspec.msgpack.encode(one.drain()), type=Compared))
+    other.add(msgspec.msgpack.decode(msgspec.msgpack.encode(one.drain()), type=Measured))
     assert other.values() == told
     assert told["max_rel"] == np.inf
     assert one.values()["compared"] == 0

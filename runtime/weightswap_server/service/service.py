@@ -22,7 +22,7 @@ from weightswap_runtime.model.model import Model
 from weightswap_runtime.model.served import ServedModel
 from weightswap_runtime.tensors import TensorBytes
 from weightswap_runtime.threads import done_within
-from weightswap_server.canary import Canary, CanaryPlan
+from weightswap_server.canary import Canary, CanaryPlan, Measured, failures
 from weightswap_server.errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure_of, log
 from weightswap_server.methods import ServedMethod
 from weightswap_server.protocol import (
@@ -173,7 +173,7 @@ class Service:
         failure = failure_of(error)
         served = self._by_name.get(name)
         if failure.status == 500 and served is not None and served.canary is not None:
-            served.canary.served.failed()
+            served.canary.add(Measured(served=failures(1)))
         self.metrics.refused(name if served else "", served.model.weights_id if served else None, failure.status)
         if self.traces is not None and arrived:
             self.traces.refused(name if served else "", error, arrived, traceparent)
