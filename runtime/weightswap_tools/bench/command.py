@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weightswap_tools.bench import BenchReport, CallTimes, EngineBench, SwapTimes, bench
+from weightswap_tools.bench import BenchReport, CallTimes, EngineBench, SwapTimes, bench, sizes_text
 from weightswap_tools.reports.blocks import (
     Axis,
     Block,
@@ -41,8 +41,6 @@ from weightswap_tools.terminal import (
     print_table,
     progress_bar,
 )
-
-from .running import sizes_text
 
 _MOST_SECONDS = 86400.0  # a day
 _WIDE = 20  # the ratio from which a linear axis would squeeze the smallest values together

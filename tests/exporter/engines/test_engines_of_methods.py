@@ -15,8 +15,7 @@ from weightswap_exporter.engines import compiling, engine_check
 from weightswap_exporter.parity import Run, compare, first_divergence
 from weightswap_runtime import Artifact, UnknownName, Unsupported
 from weightswap_runtime.engines.torch_calls import GraphCall
-from weightswap_tools.bench import running
-from weightswap_tools.bench.running import BenchRequest, EngineBench
+from weightswap_tools.bench import BenchRequest, EngineBench, bench
 from weightswap_tools.commands.swap import swaps_report
 from weightswap_tools.reports.blocks import Facts
 
@@ -99,19 +98,19 @@ def test_an_engine_is_measured_on_its_own_methods(files: Files, monkeypatch: pyt
     def run(wanted: BenchRequest) -> EngineBench:
         return EngineBench(engine=wanted.engine, residency=wanted.residency)
 
-    monkeypatch.setattr(running, "_run", run)
+    monkeypatch.setattr("weightswap_tools.bench._run", run)
     for method, engines, expected in (
         ("decode", (), ["torch", "onnx"]),
         ("plain", (), ["torch"]),
         ("plain", ("auto",), ["torch"]),
         ("decode", ("onnx",), ["onnx"]),
     ):
-        found = running.bench(files.artifact.path, files.weights[0], method=method, engines=engines)
+        found = bench(files.artifact.path, files.weights[0], method=method, engines=engines)
         assert list(dict.fromkeys(each.engine for each in found.engines)) == expected
     says = f"not compiled: weightswap compile {files.artifact.path} --engine onnx --method plain"
-    assert running.bench(files.artifact.path, files.weights[0], method="plain").left_out["onnx"] == says
+    assert bench(files.artifact.path, files.weights[0], method="plain").left_out["onnx"] == says
     with pytest.raises(Unsupported, match=says):
-        running.bench(files.artifact.path, files.weights[0], method="plain", engines=["onnx"])
+        bench(files.artifact.path, files.weights[0], method="plain", engines=["onnx"])
 
 
 def test_parity_compares_all_methods_on_every_engine(files: Files) -> None:

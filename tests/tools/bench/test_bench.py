@@ -15,9 +15,9 @@ from tests.support.program import document, run, said
 from tests.support.tiny import TinyArtifact
 from tests.support.tiny import WriteWeights as Weights
 from weightswap_runtime import Artifact, Unsupported, WeightFileError
-from weightswap_tools.bench import BenchReport, CallTimes, EngineBench, bench, measured_process, running
+from weightswap_tools import bench as benchmarks
+from weightswap_tools.bench import BenchReport, BenchRequest, CallTimes, EngineBench, bench
 from weightswap_tools.bench.command import bench_report, call_plots, call_table, fitting_scale
-from weightswap_tools.bench.running import BenchRequest
 
 
 def request(tiny: TinyArtifact, weights: Path, **more: Any) -> BenchRequest:
@@ -26,7 +26,7 @@ def request(tiny: TinyArtifact, weights: Path, **more: Any) -> BenchRequest:
 
 
 def test_calls_swaps_and_memory(tiny: TinyArtifact, weight_file: Weights, residency: str) -> None:
-    found = measured_process.measure(request(tiny, weight_file(1), residency=residency, threads=3, seconds=0.02))
+    found = benchmarks.measure(request(tiny, weight_file(1), residency=residency, threads=3, seconds=0.02))
     (calls,) = found.calls
     assert (calls.sizes, calls.threads, calls.samples_per_second) == ({"batch": 3}, 3, None)
     assert calls.calls >= 3
@@ -41,13 +41,13 @@ def test_calls_swaps_and_memory(tiny: TinyArtifact, weight_file: Weights, reside
 
 def test_inputs_from_a_file(tiny: TinyArtifact, weight_file: Weights, tmp_path: Path) -> None:
     np.savez(tmp_path / "in.npz", x=np.ones((7, 3), "f4"))
-    found = measured_process.measure(request(tiny, weight_file(1), sizes=({},), inputs=str(tmp_path / "in.npz")))
+    found = benchmarks.measure(request(tiny, weight_file(1), sizes=({},), inputs=str(tmp_path / "in.npz")))
     assert [calls.samples_per_second for calls in found.calls] == [None]
 
 
 def test_samples_are_those_of_all_threads_together(tiny: TinyArtifact, weight_file: Weights) -> None:
     sizes = tuple({"batch": batch} for batch in (0, 1, 7))
-    found = measured_process.measure(request(tiny, weight_file(1), sizes=sizes, threads=2, batch_dimension="batch"))
+    found = benchmarks.measure(request(tiny, weight_file(1), sizes=sizes, threads=2, batch_dimension="batch"))
     assert [calls.samples_per_second for calls in found.calls] == [
         calls.sizes["batch"] * calls.calls / calls.seconds for calls in found.calls
     ]
@@ -75,7 +75,7 @@ def test_a_failure_is_a_result(
     np.savez(tmp_path / "more.npz", x=np.ones((7, 3), "f4"), y=np.ones(3, "f4"))
     wanted = msgspec.structs.replace(request(tiny, weight_file(1)), **more)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(msgspec.json.encode(wanted))))
-    measured_process.main()
+    benchmarks.main()
     found = msgspec.json.decode(capfdbinary.readouterr().out.splitlines()[-1], type=EngineBench)
     assert found.failed.startswith(says)
     assert found.calls == ()
@@ -85,7 +85,7 @@ def test_a_crashed_process_is_a_failure(
     tiny: TinyArtifact, weight_file: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    found = running._run(request(tiny, weight_file(1)))
+    found = benchmarks._run(request(tiny, weight_file(1)))
     assert found.failed == "the measuring process exited with status 1: no output"
 
 
@@ -98,7 +98,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[BenchRequest]:
         requests.append(wanted)
         return EngineBench(engine=wanted.engine, residency=wanted.residency)
 
-    monkeypatch.setattr(running, "_run", run)
+    monkeypatch.setattr(benchmarks, "_run", run)
     return requests
 
 
@@ -222,7 +222,7 @@ def test_json_and_failures(
     tiny: TinyArtifact, weight_file: Weights, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     failed = EngineBench(engine="torch", residency="double", failed="[red]\x1b it broke")
-    monkeypatch.setattr(running, "_run", lambda _: failed)
+    monkeypatch.setattr(benchmarks, "_run", lambda _: failed)
     command = ("bench", tiny.path, weight_file(1))
     assert msgspec.convert(document(*command, status=1), BenchReport).engines == (failed, failed)
     out = said(*command, "--html", tmp_path / "b.html", status=1)
