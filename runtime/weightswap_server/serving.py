@@ -33,7 +33,7 @@ from .protocol import NAME
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from weightswap_server.grpc.service import GrpcServer
+    from weightswap_server.grpc import GrpcServer
 
 
 class Server:
@@ -92,7 +92,7 @@ class Server:
 
     def _listen_for_grpc(self) -> None:
         if self.settings.grpc_port is not None:
-            from weightswap_server.grpc.service import GrpcServer
+            from weightswap_server.grpc import GrpcServer
 
             self._grpc = GrpcServer(self.service, shared=self._handed is not None)
             self.grpc_port = self._grpc.port

@@ -25,7 +25,7 @@ from tests.support.tiny import TinyArtifact, WriteWeights
 from tests.support.watched import eventually
 from weightswap_runtime import Model, load
 from weightswap_server import Server
-from weightswap_server.grpc.messages import MESSAGES, message_class, parsed
+from weightswap_server.grpc import MESSAGES, message_class, parsed
 
 DTYPES = {
     **{f"FP{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
