@@ -34,9 +34,8 @@ from weightswap_server.errors import (
     admin_failure_of,
     log,
 )
-from weightswap_server.http.app import application, metrics_response
+from weightswap_server.http.app import Endpoint, application, metrics_response, openapi
 from weightswap_server.http.bodies import JSON, Bodies, no_such_endpoint
-from weightswap_server.http.openapi import Endpoint, openapi
 from weightswap_server.protocol import IndexEntry, decoded
 from weightswap_server.service.service import Service
 

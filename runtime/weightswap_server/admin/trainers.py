@@ -25,8 +25,8 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.tensors import tensor_digest
 from weightswap_runtime.threads import in_thread
 from weightswap_server.errors import BadRequest, Conflict, NotServed, UnknownModel, admin_failure_of
+from weightswap_server.http.app import Endpoint
 from weightswap_server.http.bodies import JSON, Bodies
-from weightswap_server.http.openapi import Endpoint
 from weightswap_server.protocol import decoded
 
 from .audit import AuditLog, audited, user_of
