@@ -35,7 +35,7 @@ from weightswap_server.errors import (
     log,
 )
 from weightswap_server.http.app import Endpoint, application, metrics_response, openapi
-from weightswap_server.http.bodies import JSON, Bodies, no_such_endpoint
+from weightswap_server.http.bodies import NO_STORE, Bodies, no_such_endpoint, refusal, uncached
 from weightswap_server.protocol import IndexEntry, decoded
 from weightswap_server.service.service import Service
 
@@ -70,7 +70,6 @@ from .uploads import Body, UploadDirectory
 T = TypeVar("T")
 Work = Callable[[ModelOperations, Any, str], SwapReceipt | VariantReceipt | None]
 _BINARY = "application/octet-stream"
-_NO_STORE = {"cache-control": "no-store"}
 _INTERVAL, _KEEP_ALIVE = 0.25, 15.0  # seconds between two checks, and of silence before a comment is sent
 _FOLDER = Path(__file__).parent / "page"
 _TYPES = {
@@ -193,7 +192,7 @@ class AdminEndpoints:
         return answer
 
     async def _status(self, request: Request) -> Response:
-        return _document(await in_thread(self._server_status))
+        return uncached(await in_thread(self._server_status))
 
     def _server_status(self) -> ServerStatus:
         return ServerStatus(
@@ -208,10 +207,10 @@ class AdminEndpoints:
         )
 
     async def _model(self, request: Request) -> Response:
-        return _document(await in_thread(self._operations(request).status))
+        return uncached(await in_thread(self._operations(request).status))
 
     async def _history(self, request: Request) -> Response:
-        return _document(await in_thread(self._operations(request).history))
+        return uncached(await in_thread(self._operations(request).history))
 
     async def _metrics(self, request: Request) -> Response:
         return await metrics_response(self._service)
@@ -219,12 +218,12 @@ class AdminEndpoints:
     async def _openapi(self, request: Request) -> Response:
         schemes = {"token": {"type": "http", "scheme": "bearer"}}
         described = openapi("weightswap admin", self._table(), list(self._models), AdminError, securitySchemes=schemes)
-        return _document({**described, "security": [{"token": []}]})
+        return uncached({**described, "security": [{"token": []}]})
 
     async def _events(self, request: Request) -> Response:
         with_load = "load" in request.query_params
         stream = _EventStream(self._models, self._load, self._server_status, lambda: self.ending)
-        return StreamingResponse(stream.lines(with_load), media_type="text/event-stream", headers=_NO_STORE)
+        return StreamingResponse(stream.lines(with_load), media_type="text/event-stream", headers=NO_STORE)
 
     async def _change(self, change: str, request: Request) -> Response:
         operations = self._operations(request)
@@ -256,14 +255,14 @@ class AdminEndpoints:
         run = partial(work, user_of(request))
         receipt = await audited(self._audit, request, change, operations, arguments, run)
         status = await in_thread(operations.status)
-        return _document(Changed(model=operations.name, receipt=receipt.as_dict() if receipt else None, status=status))
+        return uncached(Changed(model=operations.name, receipt=receipt.as_dict() if receipt else None, status=status))
 
     async def _document(self, request: Request, kind: type[T]) -> T:
         """Read the document of a request. An empty body is a document without fields."""
         return decoded(await self._bodies.body_of(request) or b"{}", kind)
 
     async def _list_uploads(self, request: Request) -> Response:
-        return _document(await in_thread(self._upload_directory.listing))
+        return uncached(await in_thread(self._upload_directory.listing))
 
     async def _upload(self, request: Request) -> Response:
         name, uploads = request.path_params["file"], self._upload_directory
@@ -272,7 +271,7 @@ class AdminEndpoints:
             raise BadRequest("uploads must not be compressed")
         upload = uploads.receive(name, _pieces(request), int(length) if length is not None else None, digest)
         arguments = {"file": name, "size": length, "blake3": digest}
-        return _document(await audited(self._audit, request, "upload", None, arguments, upload), 201)
+        return uncached(await audited(self._audit, request, "upload", None, arguments, upload), 201)
 
     async def _remove_upload(self, request: Request) -> Response:
         name, uploads = request.path_params["file"], self._upload_directory
@@ -287,7 +286,7 @@ class AdminEndpoints:
 
     async def _triton_index(self, request: Request) -> Response:
         only_ready = (await self._document(request, IndexRequest)).ready
-        return _document([entry for entry in self._service.index() if entry.state == "READY" or not only_ready])
+        return uncached([entry for entry in self._service.index() if entry.state == "READY" or not only_ready])
 
     async def _triton_load(self, request: Request) -> Response:
         operations = self._operations(request)
@@ -344,16 +343,8 @@ def staging_of(request: LoadRequest) -> StageRequest | None:
     return StageRequest(source=weights) if weights else None
 
 
-def _document(content: Any, status: int = 200) -> Response:
-    """Return a JSON response that browsers and proxies do not cache."""
-    return Response(encode_json(content), status, _NO_STORE, JSON)
-
-
 def _refusal(failure: Failure) -> Response:
-    """Return the error response of a failure."""
-    headers = {**_NO_STORE, "retry-after": "1"} if failure.retry else _NO_STORE
-    refused = AdminError(error=failure.text, kind=failure.kind, reason=failure.reason)
-    return Response(encode_json(refused), failure.status, headers, JSON)
+    return refusal(failure, NO_STORE, AdminError(error=failure.text, kind=failure.kind, reason=failure.reason))
 
 
 class _EventStream:

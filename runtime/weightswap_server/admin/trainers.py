@@ -19,14 +19,14 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weightswap_runtime.errors import StagingBusy, WeightswapError, brief, encode_json
+from weightswap_runtime.errors import StagingBusy, WeightswapError, brief
 from weightswap_runtime.following.controller import Lease
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.tensors import tensor_digest
 from weightswap_runtime.threads import in_thread
 from weightswap_server.errors import BadRequest, Conflict, NotServed, UnknownModel, admin_failure_of
 from weightswap_server.http.app import Endpoint
-from weightswap_server.http.bodies import JSON, Bodies
+from weightswap_server.http.bodies import Bodies, uncached
 from weightswap_server.protocol import decoded
 
 from .audit import AuditLog, audited, user_of
@@ -209,40 +209,40 @@ class Trainers:
             await self._do(request, "update_weights_from_disk", lifecycle, staging, lifecycle.swap)
         except WeightswapError as error:
             return _refused(error)
-        return _answer(DiskUpdated(True, "Succeeded to update model weights."))
+        return uncached(DiskUpdated(True, "Succeeded to update model weights."))
 
     async def _init(self, request: Request) -> Response:
         lifecycle, document = self._lifecycle(request), await self._document(request, InitEngine)
         await self._do(request, "init_weight_transfer_engine", lifecycle, document, lambda *_: lifecycle.end())
-        return _answer(Message("Weight transfer initialized"))
+        return uncached(Message("Weight transfer initialized"))
 
     async def _start(self, request: Request) -> Response:
         lifecycle = self._lifecycle(request)
         await self._bodies.body_of(request)  # which trainers fill in several ways, about nothing that there is here
         await self._do(request, "start_weight_update", lifecycle, None, lambda _, by: lifecycle.start(by))
-        return _answer(Message("Weight update started"))
+        return uncached(Message("Weight update started"))
 
     async def _update(self, request: Request) -> Response:
         lifecycle = self._lifecycle(request)
         document = await self._step(request, UpdateWeights, lifecycle)
         await self._do(request, "update_weights", lifecycle, StageRequest(source=document.path), lifecycle.stage)
-        return _answer(Message("Weights updated"))
+        return uncached(Message("Weights updated"))
 
     async def _finish(self, request: Request) -> Response:
         lifecycle = self._lifecycle(request)
         document = await self._step(request, FinishUpdate, lifecycle)
         commit = CommitRequest(why=_reason(document.weight_version))
         await self._do(request, "finish_weight_update", lifecycle, commit, lifecycle.finish)
-        return _answer(Message("Weight update finished"))
+        return uncached(Message("Weight update finished"))
 
     async def _info(self, request: Request) -> Response:
-        return _answer(await in_thread(partial(_info, self._lifecycle(request).operations)))
+        return uncached(await in_thread(partial(_info, self._lifecycle(request).operations)))
 
     async def _check(self, request: Request) -> Response:
         operations, question = self._lifecycle(request).operations, await self._document(request, CheckWeights)
         if question.action == "compare" and question.baseline is None:
             raise BadRequest("compare: needs a baseline, such as the checksums of an earlier answer")
-        return _answer(await in_thread(partial(_checked, operations, question)))
+        return uncached(await in_thread(partial(_checked, operations, question)))
 
     async def _do(
         self,
@@ -428,8 +428,6 @@ async def _refuse(why: str, request: Request) -> Response:
 
 def _refused(error: WeightswapError) -> Response:
     failure = admin_failure_of(error)
-    return _answer(DiskRefused(error=failure.text, kind=failure.kind, reason=failure.reason, message=failure.text), 400)
-
-
-def _answer(content: Struct, status: int = 200) -> Response:
-    return Response(encode_json(content), status, {"cache-control": "no-store"}, JSON)
+    return uncached(
+        DiskRefused(error=failure.text, kind=failure.kind, reason=failure.reason, message=failure.text), 400
+    )

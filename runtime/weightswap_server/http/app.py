@@ -50,7 +50,7 @@ from weightswap_server.protocol import (
 from weightswap_server.service.generations import OpenGeneration, event_stream, whole
 from weightswap_server.service.service import Service
 
-from .bodies import JSON, Bodies, Headers, no_such_endpoint, refusal
+from .bodies import JSON, Bodies, Headers, json_response, no_such_endpoint, refusal
 from .listening import ON_DISCONNECT
 
 _PATH = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
@@ -250,7 +250,7 @@ class _Endpoints:
 
     async def welcome(self, request: Request) -> Response:
         server = self._service.server_metadata()
-        return _document(Welcome(server.name, server.version, self._service.names, _PLACES))
+        return json_response(Welcome(server.name, server.version, self._service.names, _PLACES))
 
     async def live(self, request: Request) -> Response:
         return Response()
@@ -263,15 +263,15 @@ class _Endpoints:
         return _is_ready(served.ready, "no weights yet, or not warm")
 
     async def server(self, request: Request) -> Response:
-        return _document(self._service.server_metadata())
+        return json_response(self._service.server_metadata())
 
     async def model(self, request: Request) -> Response:
         parameters = request.path_params
-        return _document(self._service.model_metadata(parameters["name"], parameters.get("version", "")))
+        return json_response(self._service.model_metadata(parameters["name"], parameters.get("version", "")))
 
     async def index(self, request: Request) -> Response:
         await self._bodies.body_of(request)
-        return _document(self._service.index())
+        return json_response(self._service.index())
 
     async def metrics(self, request: Request) -> Response:
         return await metrics_response(self._service)
@@ -280,7 +280,7 @@ class _Endpoints:
         return Response(self._description, media_type=JSON)
 
     async def generate(self, request: Request) -> Response:
-        return _document(await whole(await self._generation(request)))
+        return json_response(await whole(await self._generation(request)))
 
     async def generate_stream(self, request: Request) -> Response:
         return await event_stream(self._service, await self._generation(request))
@@ -291,10 +291,6 @@ class _Endpoints:
         body = await self._bodies.body_of(request)
         document = await self._bodies.parse(body, partial(decoded, kind=GenerateRequest))
         return OpenGeneration(self._service, name, "", document, request.headers.get("traceparent", ""))
-
-
-def _document(document: Any) -> Response:
-    return Response(msgspec.json.encode(document), media_type=JSON)
 
 
 def _is_ready(ready: bool, why: str) -> Response:

@@ -6,19 +6,21 @@ import asyncio
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
+from weightswap_runtime.errors import encode_json
 from weightswap_server.errors import BadRequest, BodyTooLarge, BodyTooSlow, Failure, Overloaded
 from weightswap_server.protocol import MOST_DOCUMENT, MOST_JSON, ErrorDocument
 from weightswap_server.settings import Settings
 
 T = TypeVar("T")
 JSON = "application/json"
+NO_STORE = {"cache-control": "no-store"}
 RECEIVED = "weightswap.received"  # in a scope: the whole body has arrived
 _WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _PLAIN = "identity"
@@ -27,11 +29,19 @@ _HELD = "weightswap.held"  # in a scope: the bytes that count for the request
 _RETRY_AFTER = "1"  # seconds
 
 
-def refusal(failure: Failure, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the error response of a failure."""
+def json_response(document: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the response with a document."""
+    return Response(encode_json(document), status, headers, JSON)
+
+
+uncached = partial(json_response, headers=NO_STORE)
+"""The same, for neither browsers nor proxies to keep."""
+
+
+def refusal(failure: Failure, headers: Mapping[str, str] | None = None, document: Any = None) -> Response:
+    """Return the error response of a failure. document: by default its text."""
     retry = {"retry-after": _RETRY_AFTER} if failure.retry else {}
-    content = msgspec.json.encode(ErrorDocument(failure.text))
-    return Response(content, failure.status, {**(headers or {}), **retry}, JSON)
+    return json_response(document or ErrorDocument(failure.text), failure.status, {**(headers or {}), **retry})
 
 
 def no_such_endpoint(scope: Scope, status: int, detail: str) -> Failure:
