@@ -36,7 +36,6 @@ from weightswap_runtime.format.safetensors import Stamp
 from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.sources.location import check_writable, fixed
 from weightswap_runtime.sources.writing import companion, remove_abandoned
-from weightswap_runtime.staging.given import ChangedRows
 from weightswap_runtime.tensors import Blocks, Tolerance
 from weightswap_runtime.threads import forget_frames
 

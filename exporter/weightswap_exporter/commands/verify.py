@@ -273,7 +273,7 @@ def _heat(report: ParityReport) -> HeatMap:
                 row[engine.engine] = output.measure.scaled if output.measure else None
     columns = tuple(engine.engine for engine in report.engines)
     values = tuple(tuple(row.get(name) for name in columns) for row in cells.values())
-    return HeatMap(tuple(cells), columns, values, _SCALED, "log", "How far apart the outputs are.")
+    return HeatMap(tuple(cells), columns, values, _SCALED, "How far apart the outputs are.")
 
 
 def _output_rows(engine: EngineParity) -> Iterator[tuple[str | int | float | None, ...]]:
@@ -309,4 +309,4 @@ def _divergence(divergence: Divergence) -> Iterator[Block]:
     rows = tuple(error.module or "the model" for error in shown)
     values = tuple((error.scaled,) for error in shown)
     count = f"{len(shown)} of {len(divergence.modules)} modules, in the order in which they are reached."
-    yield HeatMap(rows, ("difference",), values, _SCALED, "log", count)
+    yield HeatMap(rows, ("difference",), values, _SCALED, count)

@@ -245,7 +245,7 @@ def change_map(tensors: Sequence[TensorDiff]) -> Block:
     if len(layers) * len(kinds) > MOST_CELLS:
         return Note(f"{len(layers)} layers of {len(kinds)} kinds of weights are too many for a map.")
     values = tuple(tuple(cells[name] if name is not None else None for name in row) for row in names)
-    return HeatMap(layers, kinds, values, "relative change", "log", "", MARKS)
+    return HeatMap(layers, kinds, values, "relative change", "", MARKS)
 
 
 def _cell(tensor: TensorDiff) -> float | str:
@@ -286,7 +286,7 @@ def _histograms(diff: WeightsDiff) -> Iterator[Histogram]:
     shown: list[tuple[str, Changes]] = [("All tensors", diff.overall.histogram), *changed[:_MOST_HISTOGRAMS]]
     if changed:
         for caption, changes in shown:
-            yield Histogram(changes.edges, changes.counts, "absolute change", "log", caption)
+            yield Histogram(changes.edges, changes.counts, "absolute change", caption)
 
 
 # Artifacts.

@@ -69,28 +69,25 @@ class Mark(_BlockPart, frozen=True):
 
 
 class HeatMap(_BlockPart, frozen=True, tag="heatmap"):
-    """Coloured cells.
+    """Coloured cells, on a logarithmic scale from the smallest to the largest finite value.
 
-    Values off the scale have their own colour and sign in the legend: marks, values that are not finite, and with "log"
-    zero and below.
+    Values off the scale have their own colour and sign in the legend: marks, zero and below, and what is not finite.
     """
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     values: tuple[tuple[float | str | None, ...], ...]  # by row: a number, the text of a mark, or None for no cell
     what: str  # a name for the values, with their unit
-    scale: Scale  # of the colours, from the smallest to the largest finite value
     caption: str = ""
     marks: tuple[Mark, ...] = ()
 
 
 class Histogram(_BlockPart, frozen=True, tag="histogram"):
-    """A histogram: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`."""
+    """A histogram with bars of equal width: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`."""
 
     edges: tuple[float, ...]  # one more than counts
     counts: tuple[int, ...]
     what: str  # a name for the values, with their unit
-    scale: Scale  # "linear" draws bins to scale, "log" equally wide
     caption: str = ""
 
 

@@ -93,13 +93,11 @@ def _moves(label: str, buttons: Mapping[str, tuple[float, float]]) -> str:
 def _histogram(block: Histogram) -> Chart:
     """Return a chart with a bar for each bin."""
     bins = list(zip(block.edges, block.edges[1:], block.counts, strict=False))
-    across: Option = {"type": "value", "min": block.edges[0], "max": block.edges[-1]}
-    equal = block.scale == "log" or not all(map(math.isfinite, block.edges))
-    if equal:  # a category for each edge: no axis of the library starts at 0 or infinity and has bars of equal width
-        across = {"type": "category", "boundaryGap": False, "data": [short_text(edge, 3) for edge in block.edges]}
+    # a category for each edge: no axis of the library starts at 0 or infinity and has bars of equal width
+    across = {"type": "category", "boundaryGap": False, "data": [short_text(edge, 3) for edge in block.edges]}
     bars = [
         {
-            "value": [*((index, index + 1) if equal else (low, high)), 0, count],
+            "value": [index, index + 1, 0, count],
             "told": [f"{number_text(low)} to {number_text(high)}", f"{count:,} value{'s' * (count != 1)}"],
         }
         for index, (low, high, count) in enumerate(bins)
@@ -401,7 +399,6 @@ class _Scale:
     """The colour scale of a heat map: its ends, and by name the legend keys of values off the scale."""
 
     def __init__(self, block: HeatMap) -> None:
-        self._log = block.scale == "log"
         present = {value for row in block.values for value in row if value is not None}
         plain = [value for value in present if not isinstance(value, str) and self._key_name(value) is None]
         self._ends = [min(plain), max(plain)] if plain else []
@@ -416,26 +413,22 @@ class _Scale:
             return value
         if not math.isfinite(value):
             return str(value)
-        return "0" if self._log and value <= 0 else None
-
-    def _half(self, value: float) -> float:
-        """Return half of a value or its logarithm: the distance between the ends themselves may overflow."""
-        return (math.log10(value) if self._log else value) / 2
+        return "0" if value <= 0 else None
 
     def piece(self, value: float | str) -> int:
         """Return the number of the piece that a value is in."""
         name = self._key_name(value)
         if name is not None:
             return self._pieces[name]
-        low, high = map(self._half, self._ends)
-        return _STEPS // 2 if low == high else round((self._half(float(value)) - low) / (high - low) * _STEPS)
+        low, high = map(math.log10, self._ends)
+        return _STEPS // 2 if low == high else round((math.log10(float(value)) - low) / (high - low) * _STEPS)
 
     def ticks(self) -> list[str]:
         """Return labels for the ends and the middle of the scale: one if they are equal, none without values."""
         if len(set(self._ends)) < 2:
             return distinct_texts(self._ends[:1])
-        middle = sum(map(self._half, self._ends))
-        return distinct_texts([self._ends[0], 10**middle if self._log else middle, self._ends[1]])
+        middle = sum(map(math.log10, self._ends)) / 2
+        return distinct_texts([self._ends[0], 10**middle, self._ends[1]])
 
 
 def _possible_keys(block: HeatMap, below: bool) -> Iterator[tuple[str, _Key]]:

@@ -63,10 +63,9 @@ FOLDED = ModuleGraph(
     module("", "Net", module("embed", "Embedding"), module("layers", "", ModuleRun(REPEATED)), module("head", "Linear"))
 )
 HEAT = HeatMap(
-    ("encoder", EVIL, "head"), ("cpu", "aoti"), ((1e-7, 1e-3), (None, math.nan), (0.0, 2.0)), "error", "log", "Errors"
+    ("encoder", EVIL, "head"), ("cpu", "aoti"), ((1e-7, 1e-3), (None, math.nan), (0.0, 2.0)), "error", "Errors"
 )
-BINS = Histogram((0.0, 1.0, 2.0, 4.0), (5, 0, 7), "difference", "linear", "Differences")
-LOG_BINS = Histogram((0.0, 1e-8, 1e-4, 1.0), (1, 2, 3), "difference", "log", "Orders")
+BINS = Histogram((0.0, 1e-8, 1e-4, 1.0), (5, 0, 7), "difference", "Differences")
 SPANS = Timeline(
     (
         Lane("calls", tuple(Span(n / 10, n / 10 + 0.05, f"call {n}", "call") for n in range(10))),
@@ -85,7 +84,7 @@ LINES = LinePlot(
     LATENCY,
     "Latency",
 )
-CHARTS = {"treemap": MAP, "heat map": HEAT, "bins": BINS, "log bins": LOG_BINS, "timeline": SPANS, "lines": LINES}
+CHARTS = {"treemap": MAP, "heat map": HEAT, "bins": BINS, "timeline": SPANS, "lines": LINES}
 EVERYTHING = Report(
     EVIL,
     "\n".join(ODD),
@@ -102,8 +101,8 @@ EVERYTHING = Report(
 NOTHING = (
     Table((), ()),
     Table((Column("a"),), ()),
-    HeatMap((), (), (), "x", "linear"),
-    Histogram((0.0,), (), "x", "linear"),
+    HeatMap((), (), (), "x"),
+    Histogram((0.0,), (), "x"),
     LinePlot((), Axis("x"), Axis("y")),
     LinePlot((Line("a", ()),), BATCH, LATENCY),
     Timeline(()),
@@ -113,16 +112,16 @@ NOTHING = (
     ModuleGraph(ModuleNode("", "", "", (), (), (), (ModuleRun((ModuleNode("0", "", "", (), (), ()),)),))),
 )
 ODD_NUMBERS = (
-    HeatMap(("a",), ("b",), ((0.0,),), "x", "log"),
-    HeatMap(("a",), ("b",), ((3.0,),), "x", "linear"),
-    HeatMap(("a", "a"), ("b", "b"), ((None, math.inf), (-1.0, math.nan)), "x", "log"),
+    HeatMap(("a",), ("b",), ((0.0,),), "x"),
+    HeatMap(("a",), ("b",), ((3.0,),), "x"),
+    HeatMap(("a", "a"), ("b", "b"), ((None, math.inf), (-1.0, math.nan)), "x"),
     LinePlot((Line("a", ((1, 1), (math.inf, 2), (3, math.nan))),), Axis("x"), Axis("y")),
     LinePlot((Line("a", ((0, 1), (1, 0), (5, 1), (7, -1))),), BATCH, LATENCY),
     LinePlot((Line("a", ((1, 5e-324), (2, 1.7e308))),), BATCH, LATENCY),
     LinePlot((Line("a", ((-1e308, 1e308), (1e308, -1e308))),), Axis("x"), Axis("y")),
-    Histogram((0.0, 1.0), (0,), "x", "linear"),
-    Histogram((5.0, 5.0), (3,), "x", "linear"),
-    Histogram((-math.inf, 0.0, math.inf), (1, 2), "x", "linear"),
+    Histogram((0.0, 1.0), (0,), "x"),
+    Histogram((5.0, 5.0), (3,), "x"),
+    Histogram((-math.inf, 0.0, math.inf), (1, 2), "x"),
     Timeline((Lane("a", (Span(1, 1, "x", "k"),)),)),
     Treemap(TreemapNode("r", 0, "", (TreemapNode("a", 0), TreemapNode("b", 0, "", (TreemapNode("c", 0),)))), "bytes"),
 )

@@ -95,7 +95,7 @@ def test_names_are_shown_as_themselves() -> None:
 
 def test_only_pages_with_charts_include_the_library() -> None:
     assert LIBRARY not in render(report_of(table(3), Note("x")))
-    assert LIBRARY in render(report_of(Histogram((0.0, 1.0), (1,), "x", "linear")))
+    assert LIBRARY in render(report_of(Histogram((0.0, 1.0), (1,), "x")))
 
 
 @pytest.mark.parametrize(("good", "tone"), [(None, "plain"), (True, "good"), (False, "bad")])
