@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -36,7 +35,7 @@ class Tally(NamedTuple):
     sides: tuple[Floats, ...]  # for each side, a table of _Moments with a row for each block
     differences: Floats | None  # the same of _Differences; None with one side
     histogram: NDArray[Any]  # counts of changes by exponent
-    rows: _RowTally
+    rows: list[_RowTally]  # of each block
 
 
 class Summary(NamedTuple):
@@ -54,46 +53,49 @@ def tally(contents: Sequence[TensorBytes], tensor_shape: tuple[int, ...], begin:
     """
     count = math.prod(contents[0].shape)
     moments: list[list[_Moments]] = [[] for _ in contents]
-    rows: list[_Differences] = []
+    differences: list[_Differences] = []
+    rows: list[_RowTally] = []
+    length = math.prod(tensor_shape[1:]) if len(tensor_shape) > 1 else 0  # of a row; a vector has none
     histogram = np.zeros(BINS, np.int64)
     for start in range(0, count, BLOCK):
         block = [cut(content, start, min(start + BLOCK, count)) for content in contents]
-        row = _block(block, parts, moments, histogram)
-        rows += [row] if row else []
+        numbers, difference = _block(block, parts, moments, histogram)
+        differences += [difference] if difference else []
+        rows += [_dead_rows(numbers, (1 + parts) * length, (1 + parts) * (begin + start))] if length else []
     sides = tuple(np.array(side, np.float64).reshape(-1, len(_Moments._fields)) for side in moments)
-    table = np.array(rows, np.float64).reshape(-1, len(_Differences._fields)) if len(contents) > 1 else None
-    return Tally(sides, table, histogram, _dead_rows(contents, tensor_shape, begin))
+    table = np.array(differences, np.float64).reshape(-1, len(_Differences._fields)) if len(contents) > 1 else None
+    return Tally(sides, table, histogram, rows)
 
 
 def _block(
     contents: Sequence[TensorBytes], parts: bool, moments: list[list[_Moments]], histogram: NDArray[Any]
-) -> _Differences | None:
+) -> tuple[list[_Numbers], _Differences | None]:
     before = _numbers(contents[0], "before", parts=parts)
     moments[0].append(_moments(before))
     if len(contents) == 1:
-        return None
+        return [before], None
     if same_bytes(*contents):
         moments[1].append(moments[0][-1])
-        return _unchanged(moments[0][-1])
+        return [before, before], _unchanged(moments[0][-1])
     after = _numbers(contents[1], "after", parts=parts)
     moments[1].append(_moments(after))
     row, counts = _differences((contents[0], contents[1]), (before, after))
     histogram += counts
-    return row
+    return [before, after], row
 
 
 @np.errstate(all="ignore")
 def summary(tallies: Sequence[Tally], shape: tuple[int, ...], *, parts: bool) -> Summary:
     """Merge the tallies of all pieces of a tensor, in order."""
-    rows = _merged_rows(tally.rows for tally in tallies)
     moments = [np.concatenate([tally.sides[side] for tally in tallies]) for side in range(len(tallies[0].sides))]
-    sides = tuple(_values_of(table, rows.dead[side]) for side, table in enumerate(moments))
+    *dead, new_dead = _merged_rows([row for tally in tallies for row in tally.rows], len(moments))
+    sides = tuple(_values_of(table, rows) for table, rows in zip(moments, dead, strict=True))
     tables = [tally.differences for tally in tallies if tally.differences is not None]
     if not tables:
         return Summary(sides, None)
     table = np.concatenate(tables)
     counts = np.sum([tally.histogram for tally in tallies], axis=0)
-    return Summary(sides, _change(table, _trimmed(counts), rows.new, (*shape, 2) if parts else shape, parts))
+    return Summary(sides, _change(table, _trimmed(counts), new_dead, (*shape, 2) if parts else shape, parts))
 
 
 def _values_of(table: Floats, dead: int) -> Values:
@@ -393,72 +395,33 @@ def _histogram(pair: _ValuePair, changed: int) -> NDArray[Any]:
     return counts[:BINS]
 
 
-# Dead rows: rows of zeros along the first dimension. A row may span several pieces.
+# Dead rows: rows of zeros along the first dimension. A row may span several blocks.
 
 
 class _RowTally(NamedTuple):
-    """The dead rows of a piece, apart from its first and its last row, which other pieces may share."""
+    """The dead rows of a block. Other blocks may share its first and its last row."""
 
-    dead: tuple[int, ...]  # for each side
-    new: int  # dead after, and not before
-    parts: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # those two: index, and for each side whether it is zero here
+    counts: NDArray[Any]  # of the others: dead on each side, and dead after, but not before
+    ends: dict[int, Flags]  # those two: index -> for each side whether it is zero here
 
 
-def _merged_rows(tallies: Iterable[_RowTally]) -> _RowTally:
-    """Merge the tallies of all pieces of a tensor, including rows that span several pieces."""
-    counts, split_rows = [], defaultdict(list)
+def _merged_rows(tallies: Iterable[_RowTally], sides: int) -> list[int]:
+    """Return the counts of all blocks of a tensor, including rows that span several blocks."""
+    counts = np.zeros(sides + 1, np.int64)
+    ends: dict[int, Flags] = {}
     for tally in tallies:
-        counts.append([*tally.dead, tally.new])
-        for row, flags in tally.parts:
-            split_rows[row].append(flags)
-    for parts in split_rows.values():
-        flags = tuple(all(side) for side in zip(*parts, strict=True))
-        counts.append([*flags, len(flags) > 1 and flags[1] and not flags[0]])
-    *dead, new = np.sum(counts, axis=0).tolist()
-    return _RowTally(tuple(dead), new)
+        counts += tally.counts
+        for row, flags in tally.ends.items():
+            ends[row] = flags & ends.get(row, True)
+    for flags in ends.values():
+        counts += [*flags, flags[-1] & ~flags[0]]
+    return counts.tolist()
 
 
-def _dead_rows(pieces: Sequence[TensorBytes], shape: tuple[int, ...], begin: int) -> _RowTally:
-    """Count the dead rows in pieces of one tensor, or of two, that start at element `begin`.
-
-    Tensors of fewer than two dimensions have no rows.
-    """
-    length = math.prod(shape[1:])
-    count = math.prod(pieces[0].shape)
-    if len(shape) < 2 or not length or not count:
-        return _RowTally((0,) * len(pieces), 0)
-    first, last = begin // length, (begin + count - 1) // length
-    after_first = min(count, (first + 1) * length - begin)
-    before_last = max(after_first, last * length - begin)
-    parts = [(first, _are_zero(pieces, 0, after_first))]
-    parts += [(last, _are_zero(pieces, before_last, count))] if last > first else []
-    flags = [_whole_dead_rows(cut(piece, after_first, before_last), length) for piece in pieces]
-    new = int((flags[1] & ~flags[0]).sum()) if len(flags) > 1 else 0
-    return _RowTally(tuple(int(side.sum()) for side in flags), new, tuple(parts))
-
-
-def _are_zero(pieces: Sequence[TensorBytes], start: int, stop: int) -> tuple[bool, ...]:
-    """Return for each side whether the elements from `start` to `stop` are zero."""
-    blocks = [(begin, min(begin + BLOCK, stop)) for begin in range(start, stop, BLOCK)]
-    return tuple(not any(as_float64(cut(piece, *block)).any() for block in blocks) for piece in pieces)
-
-
-def _whole_dead_rows(rows: TensorBytes, length: int) -> Flags:
-    """Return flags of whole rows that are zero. The first element alone rules out most rows."""
-    count = rows.shape[0] // length
-    if not count:
-        return np.zeros(0, np.bool_)
-    table = np.frombuffer(rows.data, np.uint8).reshape(count, -1)
-    size = table.shape[1] // length
-    dead: Flags = _values(rows.dtype, table[:, :size], size) == 0
-    candidates = np.flatnonzero(dead)
-    step = max(1, BLOCK // length)
-    for start in range(0, len(candidates), step):
-        group = candidates[start : start + step]
-        dead[group] = ~_values(rows.dtype, table[group], size).reshape(len(group), -1).any(axis=1)
-    return dead
-
-
-def _values(dtype: str, table: NDArray[np.uint8], size: int) -> NDArray[Any]:
-    """Return the elements of `size` bytes in a table of bytes, as 64-bit floats."""
-    return as_float64(TensorBytes(dtype, (table.size // size,), np.ascontiguousarray(table).reshape(-1).data))
+def _dead_rows(sides: Sequence[_Numbers], length: int, begin: int) -> _RowTally:
+    """Count the dead rows in blocks of one tensor, or of two, that start at element `begin`."""
+    starts = np.arange(-(begin % length), len(sides[0].values), length).clip(0)
+    dead = np.array([~np.logical_or.reduceat(side.values != 0, starts) for side in sides])
+    whole, first = dead[:, 1:-1], begin // length
+    counts = np.array([*whole.sum(axis=1), (whole[-1] & ~whole[0]).sum()])
+    return _RowTally(counts, dict(zip((first, first + len(starts) - 1), dead[:, [0, -1]].T, strict=True)))
