@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -60,21 +60,6 @@ _TURN = 1.0  # seconds to wait for the swap of another thread
 _ROLLBACK_TURN = 10.0  # the same for a rollback, which cancels what followers and watchers stage
 
 
-class SourceChange(NamedTuple):
-    """A new source of a model's weights: a directory to watch, a desired store to follow, or neither."""
-
-    watch: str | None = None
-    follow: str | None = None
-    interval: float = 5.0
-
-
-class Needed(NamedTuple):
-    """What a model may need of the files of weights."""
-
-    ids: set[str]  # of the weights that may be needed again
-    known: list[tuple[str, str, float]]  # paths and URLs, ids, and when those were served or named there
-
-
 class ModelOperations:
     """The operations on one model."""
 
@@ -83,7 +68,8 @@ class ModelOperations:
         self.served, self.model, self.name = served, served.model, served.name
         self._allowed, self._staged_timeout = allowed, staged_timeout
         self._changes = Controller(self.model._store, self.model._member, interval=_STAGED)
-        self.on_source: Callable[[SourceChange], object] = lambda _: None  # called when an operator changes the source
+        # called when an operator changes the source, with the new `watch` or `follow` and the `interval`, or nothing
+        self.on_source: Callable[..., object] = lambda **_: None
         self.on_change: Callable[[], object] = lambda: None  # called when an operator has changed the weights
         self.followed = Followed(self.model, self.name)
         self.journal = Journal(self.model, self.name, self.followed)
@@ -309,7 +295,7 @@ class ModelOperations:
         self.followed.check_free()
         with self._allowed.files.frozen():  # from its first read on, a removal asks it
             self.model.follow(desired_store, request.interval)
-        self.on_source(SourceChange(None, desired_store, request.interval))
+        self.on_source(follow=desired_store, interval=request.interval)
 
     def watch(self, request: WatchRequest, by: str) -> None:
         """Watch a directory for new files from now on. Raises as `follow`."""
@@ -317,7 +303,7 @@ class ModelOperations:
         self.followed.check_free()
         with self._allowed.files.frozen():  # as above
             self.model.watch(directory, request.interval)
-        self.on_source(SourceChange(directory, None, request.interval))
+        self.on_source(watch=directory, interval=request.interval)
 
     def unfollow(self, request: Change, by: str) -> None:
         """Stop following and watching. The served weights stay. Raises Conflict if the model does neither."""
@@ -326,7 +312,7 @@ class ModelOperations:
             raise Conflict(f"{self.name}: does not follow or watch anything")
         for source in watching:
             source.stop()
-        self.on_source(SourceChange())
+        self.on_source()
 
     def discard_outdated(self) -> None:
         """Discard staged weights that are too old, or if a followed desired store wants others than those served.
@@ -368,8 +354,11 @@ class ModelOperations:
         """The paths and URLs of what operators have staged, or are staging or committing."""
         return [change.request.source for change in self._changes.open if isinstance(change, _StagedChange)]
 
-    def needed(self, keep: int, desired_store: DesiredStore | None, state: DesiredState | None) -> Needed:
-        """Return which files of weights may be needed again.
+    def needed(
+        self, keep: int, desired_store: DesiredStore | None, state: DesiredState | None
+    ) -> tuple[set[str], list[tuple[str, str, float]]]:
+        """Return the ids of weights that may be needed again; and paths and URLs with the id of the weights that were
+        served or named there, and when.
 
         keep: earlier weights of each history. desired_store, state: the followed one, if any, and what it says now.
         """
@@ -383,7 +372,7 @@ class ModelOperations:
             # a follower that does not agree may be reading any of them
             agrees = state.weights_id in (None, served)
             ids |= in_use(state, keep) if agrees else {file.weights_id for file, _ in named}
-        return Needed(ids, known)
+        return ids, known
 
     @property
     def version(self) -> Version[Session]:

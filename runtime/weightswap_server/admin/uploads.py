@@ -103,7 +103,7 @@ class UploadDirectory:
                 for each, store in zip(models, stores, strict=True)
             ]
             last: dict[tuple[str, str], float] = {}
-            for source, weights_id, moment in (known for each in needed for known in each.known):
+            for source, weights_id, moment in (entry for _, known in needed for entry in known):
                 key = os.path.realpath(source), weights_id
                 last[key] = max(moment, last.get(key, -math.inf))
 
@@ -112,7 +112,7 @@ class UploadDirectory:
                 return not is_read and self._is_older(path, last.get((str(path), stamp.weights_id), -math.inf))
 
             with self._lock:  # no upload begins
-                removed = unused(stamps, {weights_id for each in needed for weights_id in each.ids}, may_go)
+                removed = unused(stamps, set().union(*(ids for ids, _ in needed)), may_go)
                 for path in removed:
                     remove(path)
                     for each in _with_companions(path):

@@ -32,7 +32,6 @@ from weightswap_runtime.shared.owner import Segment, own
 from weightswap_runtime.shared.worker import join
 from weightswap_server.admin.access import ENVIRONMENT, AdminSettings
 from weightswap_server.admin.journal import JournalState
-from weightswap_server.admin.operations import SourceChange
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.errors import log
 from weightswap_server.http.handover import Handed
@@ -230,9 +229,11 @@ class ManagerConnection:
         """Return all processes; none if the manager has ended."""
         return msgspec.json.decode(self._request(Message("processes")) or "[]", type=list[Process])
 
-    def send_source(self, name: str, change: SourceChange) -> None:
+    def send_source(
+        self, name: str, watch: str | None = None, follow: str | None = None, interval: float = 5.0
+    ) -> None:
         """Send a model's new source, for the process that replaces this one."""
-        source = msgspec.structs.replace(self.task.sources[name], **change._asdict())
+        source = msgspec.structs.replace(self.task.sources[name], watch=watch, follow=follow, interval=interval)
         self.send(Message("sources", msgspec.json.encode({name: source}).decode()))
 
     def send_journal(self, name: str, journal: JournalState) -> None:
