@@ -10,7 +10,6 @@ import zipfile
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
@@ -48,17 +47,6 @@ _Flow = tuple[str, list[str]]  # a value: its type, and the modules and inputs t
 _SIZE_ARITHMETIC = ("_operator.", "aten.sym_", "math.", "torch.sym_")  # prefixes of operators on sizes
 
 
-class Outline(NamedTuple):
-    """The modules of a graph by path, in the order of their first call. The model has the empty path."""
-
-    modules: dict[str, ModuleOutline]
-
-    @property
-    def operators(self) -> Counter[str]:
-        """The number of calls of each operator."""
-        return sum((module.calls for module in self.modules.values()), Counter())
-
-
 @dataclass
 class ModuleOutline:
     """A module of a graph."""
@@ -68,6 +56,10 @@ class ModuleOutline:
     calls: Counter[str] = field(default_factory=Counter)  # its own by operator, without those of its submodules
     takes: dict[str, _Flow] = field(default_factory=dict)  # its inputs by the value's name
     gives: dict[str, _Flow] = field(default_factory=dict)  # its outputs
+
+
+Outline = dict[str, ModuleOutline]
+"""The modules of a graph by path, in the order of their first call. The model has the empty path."""
 
 
 def read_outline(subject: ArtifactSubject, method: str) -> Outline | str:
@@ -98,8 +90,8 @@ def module_kinds(subject: ArtifactSubject) -> dict[str, str]:
     kinds: dict[str, str] = {}
     for method in subject.manifest.methods:
         graph = read_outline(subject, method)
-        if isinstance(graph, Outline):
-            kinds.update({path: module.kind for path, module in graph.modules.items() if module.kind})
+        if not isinstance(graph, str):
+            kinds.update({path: module.kind for path, module in graph.items() if module.kind})
     return kinds
 
 
@@ -178,7 +170,7 @@ class _OutlineReader:
         for argument in self.graph.outputs:
             self.uses += [(name, _OUTSIDE) for name in argument_names(argument)]
         self._add_flows()
-        return Outline(self.modules)
+        return self.modules
 
     def _read_inputs(self, method: Method) -> None:
         for argument, item in zip(self.graph.inputs, method.inputs, strict=True):
@@ -301,18 +293,18 @@ class _Nodes:
         sizes = {weight.name: weight.nbytes for weight in manifest.weights}
         self.weights = {path: (count, nbytes) for path, count, nbytes in totals(sizes)}
         self.root = Branch()
-        for path in filter(None, graph.modules):
+        for path in filter(None, graph):
             self.root.reach(path.split("."))
         self.marks = fingerprints(self.root, lambda name: name, self._comparison_key)
 
     def _comparison_key(self, path: str) -> Hashable:
-        module = self.graph.modules.get(path)
+        module = self.graph.get(path)
         calls = module.calls.items() if module else ()
         computed = frozenset(call for call in calls if not call[0].startswith(_SIZE_ARITHMETIC))
         return module and module.kind, computed, self.weights.get(path)
 
     def node(self, branch: Branch) -> ModuleNode:
-        module = self.graph.modules.get(branch.path)
+        module = self.graph.get(branch.path)
         children = tuple(map(self._run, runs(branch.branches.values(), self.marks)))
         if module is None:  # a container that is not called itself
             return ModuleNode(branch.name, "", self._weights(branch.path), (), (), (), children)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -145,7 +146,7 @@ def _graph_section(subject: ArtifactSubject, method: str) -> Section:
     outline = read_outline(subject, method)
     if isinstance(outline, str):
         return Section(f"Graph of {method}", (Note(outline),))
-    operators = outline.operators
+    operators = sum((module.calls for module in outline.values()), Counter[str]())
     rows = tuple(operators.most_common())
     table = Table((Column("operator"), Column("calls", "number")), rows, "Operators")
     graph = ModuleGraph(module_nodes(outline, subject.manifest), "Modules, in the order of their first call")

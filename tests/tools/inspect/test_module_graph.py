@@ -33,7 +33,7 @@ def manifest(*weights: NamedTensor) -> Manifest:
 def outlined(modules: Mapping[str, tuple[str, dict[str, int]]]) -> Outline:
     """Modules by path: their class, and their calls."""
     found = {path: ModuleOutline(path, kind, Counter(calls)) for path, (kind, calls) in modules.items()}
-    return Outline({"": ModuleOutline("", "Net"), **found})
+    return {"": ModuleOutline("", "Net"), **found}
 
 
 def layer(number: int, calls: int = 1, kind: str = "Block") -> dict[str, tuple[str, dict[str, int]]]:
