@@ -62,7 +62,7 @@ _OTHERWISE = (
 
 Questions = dict[tuple[Callable[[Any, Any], Any], Any, Any], str]  # comparison and its two sides: where it is asked
 _Sizes = dict[sympy.Symbol, int]
-_Random = Literal["none", "fractions", "masks"]
+_Random = Literal["none", "fractions", "masks", "other masks"]
 _Way = tuple[dict[str, torch.Tensor], _Random]  # weights and state to call with, and which inputs are random
 _Returned = list[Any] | Exception | SystemExit
 
@@ -310,24 +310,35 @@ class _Trial:
         """Return what the model does that its program does not; empty if both do the same, None if that is unknown."""
         if self._as_it_is is None or not isinstance(self._as_it_is[1], list):
             return None
-        for way in self._ways:
-            eager, graph = self._both(sizes, sizes, way)
-            # no caller takes an error of the graph for an answer; one of the model's operators may be due to the inputs
-            if not isinstance(graph, list) or _agree(eager, graph) or _is_of_an_operator(eager):
-                continue
-            text = "computes something else" if isinstance(eager, list) else f"raises {first_line(eager)}"
-            return text if self._is_faithful(sizes, way) else None
+        for weights, random in self._ways:
+            # masks that leave nothing show other differences, where torch computes otherwise than eager
+            kinds: tuple[_Random, ...] = ("masks", "fractions") if random == "masks" else (random,)
+            texts = (self._difference(sizes, (weights, kind)) for kind in kinds)
+            if (text := next((text for text in texts if text is not None), None)) != "":
+                return text
         return ""
+
+    def _difference(self, sizes: _Sizes, way: _Way) -> str | None:
+        eager, graph = self._both(sizes, sizes, way)
+        # no caller takes an error of the graph for an answer; one of the model's operators may be due to the inputs
+        if not isinstance(graph, list) or _agree(eager, graph) or _is_of_an_operator(eager):
+            return ""
+        text = "computes something else" if isinstance(eager, list) else f"raises {first_line(eager)}"
+        return text if self._is_faithful(sizes, way) else None
 
     def _is_faithful(self, sizes: _Sizes, way: _Way) -> bool:
         """Return whether the program computes what the model does where nothing is cut, and the model always the same.
 
         It may not with the zeros that a trial has instead of integers, and random numbers.
         """
-        eager, graph = self._both({}, sizes, way)
-        both_fail = not isinstance(eager, list) and not isinstance(graph, list)
+        weights, random = way
+        # where every other one of a mask is inverted, a part of size 1 may have none that is left
+        whole: list[_Way] = [way, (weights, "other masks")] if random == "masks" else [way]
+        for eager, graph in (self._both({}, sizes, each) for each in whole):
+            if not _agree(eager, graph) and (isinstance(eager, list) or isinstance(graph, list)):
+                return False
         (first, _), (second, _) = (self._both(sizes, sizes, way) for _ in range(2))
-        return (both_fail or _agree(eager, graph)) and (not isinstance(first, list) or _agree(first, second))
+        return not isinstance(first, list) or _agree(first, second)
 
     def _both(self, sizes: _Sizes, cut: Collection[sympy.Symbol], way: _Way) -> tuple[_Returned, _Returned]:
         """Return what the model returns for inputs of these sizes, and what its program does."""
@@ -340,7 +351,7 @@ class _Trial:
 
         Integers may count or index what is `cut`: those that are not cut themselves become zeros, which is never too
         much. random: "fractions" become random numbers, and integers that are all 0 become 1; with "masks", every
-        other one of bools, and of integers that are 0 or 1, is inverted, too.
+        other one of bools, and of integers that are 0 or 1, is inverted, too; with "other masks", each.
         """
         generator = torch.Generator().manual_seed(0)
         like: Any
@@ -420,8 +431,8 @@ def _resized(
         old = value.shape[axis]
         value = value.narrow(axis, 0, size) if size <= old else value.index_select(axis, torch.arange(size) % old)
     value = value.detach().clone(memory_format=torch.contiguous_format)
-    if random == "masks" and is_mask:
-        some = value.flatten()[::2]
+    if is_mask and random in ("masks", "other masks"):
+        some = value.flatten()[:: 2 if random == "masks" else 1]
         some.copy_(some.logical_not())
     return value
 

@@ -345,8 +345,8 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._lease.end()  # first: an interrupt may come at any time
         with self._entered:
-            self._lease.end()
             version = self._pinned()
             # without the session, which this drops
             self._version = Version(None, version.generation, version.identity)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
@@ -331,14 +332,12 @@ def constant_problems(module: nn.Module, artifact: Artifact) -> list[str]:
 
 
 def _is_cast(module: nn.Module, artifact: Artifact) -> bool:
-    """Return whether a weight of the module has another dtype than in the artifact."""
+    """Return whether weights of the module have other dtypes than in the artifact, or none can be compared."""
+    found = set()
     for row in artifact.manifest.weights:
-        try:
-            if _source_at(module, row.name).type.dtype != row.dtype:
-                return True
-        except ValueError:  # of another kind, or missing: others say so
-            continue
-    return False
+        with suppress(ValueError):  # of another kind, or missing: others say so
+            found.add(_source_at(module, row.name).type.dtype == row.dtype)
+    return found != {True}
 
 
 def _source_at(module: nn.Module, name: str) -> MemorySource:

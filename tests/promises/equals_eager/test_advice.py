@@ -158,6 +158,8 @@ def test_a_conversion_that_rounds_constants_alone_is_refused(frequency: float, t
     assert equal(load(whole, rounded)(x), rounded(x))
     packed = pack(rounded.float(), whole, out=tmp_path / "v.safetensors", dtype="bfloat16")  # all of it is cast
     assert equal(load(whole, packed.path)(x), rounded.bfloat16()(x))
+    with pytest.raises(WeightsMismatch, match=r"frequency.*expected BF16\[4\], found other values in F32"):
+        load(whole, eager)
 
 
 def test_code_that_gradients_forbid_is_decorated_as_advised(tmp_path: Path) -> None:
