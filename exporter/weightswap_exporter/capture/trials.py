@@ -77,7 +77,7 @@ class _WritesUndone(WritesChecked):  # type: ignore[no-untyped-call]
         super().__init__(self._keep)
         self.written: set[int] = set()
         self._new: set[int] = set()
-        self._kept: list[tuple[Any, Any]] = []
+        self._kept: list[tuple[Any, int, Any]] = []  # storages, where their memory is, and what was there
         # an assignment of `.data`, which is no operator, changes a parameter that the user has
         self._data = [(tensor, tensor.detach()) for tensor in view.tensors.values() if not is_composed(tensor)]
 
@@ -91,15 +91,22 @@ class _WritesUndone(WritesChecked):  # type: ignore[no-untyped-call]
         for storage in _storages(values):
             if storage._cdata not in self._new and storage._cdata not in self.written:
                 self.written.add(storage._cdata)
-                self._kept.append((storage, storage.clone()))  # type: ignore[no-untyped-call]
+                content = storage.clone()  # type: ignore[no-untyped-call]
+                self._kept.append((storage, storage.data_ptr(), content))
 
     def undo(self) -> None:
-        for storage, content in self._kept:
-            if len(storage) == len(content):  # else tensors that use it have been resized
+        for storage, address, content in self._kept:
+            # else tensors have been resized, or given other memory (`share_memory_`)
+            if (storage.data_ptr(), len(storage)) == (address, len(content)):
                 storage.copy_(content)
         for tensor, before in self._data:
-            if memory(tensor) != memory(before) or tensor.shape != before.shape:
+            if _place(tensor) != _place(before):
                 tensor.data = before
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what an assignment of `.data` changes."""
+    return memory(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:

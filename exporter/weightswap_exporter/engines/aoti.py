@@ -243,7 +243,8 @@ def _check_indices(graph: torch.fx.Graph, node: Node, table: Node, dimension: in
     aten, indices = torch.ops.aten, node.args[position]
     with graph.inserting_before(node):
         below = graph.call_function(aten.lt.Scalar, (indices, 0))
-        beyond = graph.call_function(aten.sym_size.int, (table, dimension))
+        is_scalar = getattr(table.meta.get("val"), "ndim", 1) == 0  # which has one element along any dimension
+        beyond: Any = 1 if is_scalar else graph.call_function(aten.sym_size.int, (table, dimension))
         checked = graph.call_function(aten.masked_fill.Scalar, (indices, below, beyond))
         if "scatter" in str(node.target):  # with a reduction it checks nothing, and an index operator does
             checked = graph.call_function(

@@ -34,6 +34,7 @@ READS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "index_select": lambda w, ids: w.index_select(0, ids),
     "columns": lambda w, ids: w.t().index_select(1, ids),
     "gather": lambda w, ids: w.gather(0, along(ids)),
+    "of a number": lambda w, ids: w[0, 0].index_select(0, ids[:1]),
     "scatter": lambda w, ids: w.scatter(0, along(ids), source(w, ids)),
     "a value": lambda w, ids: w.scatter(0, along(ids), 1.5),
     "scatter_add": lambda w, ids: w.scatter_add(0, along(ids), source(w, ids)),
@@ -64,7 +65,7 @@ def test_indices_that_eager_refuses_are_refused(engine: str, tmp_path: Path) -> 
         assert torch.equal(torch.as_tensor(one), other)
     for place in range(len(reads)):
         for wrong in (-1, ROWS, ROWS + 100_000):
-            ids = [*good[:place], torch.tensor([0, wrong, 2]), *good[place + 1 :]]
+            ids = [*good[:place], torch.tensor([wrong, 0, 2]), *good[place + 1 :]]
             for call, given in ((eager, ids), (served, list(map(take, ids)))):
                 with pytest.raises((RuntimeError, IndexError)):
                     call(given)
