@@ -34,7 +34,7 @@ from weightswap_exporter.modules.tensors import ModelView, is_fake, tie_key
 from weightswap_runtime.errors import CaptureError
 
 from .programs import graph_inputs, memory
-from .trials import are_close, filling, has_fractions, in_a_trial, other_integers
+from .trials import MOST_FILLED, are_close, filling, has_fractions, in_a_trial, other_integers
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = Path(__file__).parent.parent
@@ -279,7 +279,9 @@ class _Trial:
             yield own, "none"
         if (random := filling(view, hollow | changing)) is None:
             return
-        integers = {name: other_integers(weights[name]) for name in weights.keys() - changing - hollow}
+        names = weights.keys() - changing - hollow
+        are_few = sum(weights[name].nbytes for name in names) <= MOST_FILLED
+        integers = {name: other_integers(weights[name]) for name in names} if are_few else {}
         ways: list[_Way] = [({**random, **tied(view, integers)}, "masks"), (random, "masks"), (random, "fractions")]
         # the model may not accept other integers
         yield next((way for way in ways if isinstance(self._both({}, {}, way)[0], list)), ways[-1])

@@ -19,7 +19,7 @@ from weightswap_runtime.torch_tensors import tensor_bytes
 
 from .programs import graphs, memory
 
-_MOST_FILLED = 4 << 30  # bytes of numbers for a skeleton's parameters, of which those of one shape share theirs
+MOST_FILLED = 4 << 30  # bytes of other numbers for a model, of which fractions of one shape share theirs
 FIRST, SECOND = 7_062_013, 7_062_014  # seeds; the weights themselves are not likely to come from them
 
 
@@ -123,7 +123,7 @@ def filling(view: ModelView, names: Iterable[str], seed: int = FIRST) -> dict[st
     """
     tensors = {name: view.tensors[name] for name in names}
     like = {(tensor.dtype, tuple(tensor.shape)): tensor for tensor in tensors.values()}
-    if sum(tensor.nbytes for tensor in like.values()) > _MOST_FILLED:
+    if sum(tensor.nbytes for tensor in like.values()) > MOST_FILLED:
         return None
     generator = torch.Generator().manual_seed(seed)
     numbers = {key: _random_like(tensor, generator) for key, tensor in like.items()}

@@ -286,7 +286,7 @@ def test_a_graph_that_is_not_the_model_is_a_warning(name: str, tmp_path: Path) -
 
 
 def test_what_cannot_be_tried_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "_MOST_FILLED", 1)
+    monkeypatch.setattr(trials, "MOST_FILLED", 1)
     with skeleton():
         large = model(ASKING["none"][0])
     with pytest.warns(UserWarning, match=r"x\.shape\[0\] = 0.*could not be tried.*Dim min=1"):
