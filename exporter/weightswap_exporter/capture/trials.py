@@ -20,6 +20,7 @@ from weightswap_runtime.torch_tensors import tensor_bytes
 from .programs import graphs, memory
 
 MOST_FILLED = 4 << 30  # bytes of other numbers for a model, of which fractions of one shape share theirs
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 FIRST, SECOND = 7_062_013, 7_062_014  # seeds; the weights themselves are not likely to come from them
 
 
@@ -140,7 +141,10 @@ def other_integers(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype is torch.bool:
         return ~tensor.detach()
     rolled = tensor.detach().flatten().roll(1).view(tensor.shape)
-    return rolled + 1 if torch.equal(rolled, tensor) else rolled
+    if not torch.equal(rolled, tensor):
+        return rolled
+    signed = _SIGNED[tensor.itemsize]  # torch adds no unsigned integers of more than a byte
+    return (rolled.view(signed) + 1).view(tensor.dtype)
 
 
 def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

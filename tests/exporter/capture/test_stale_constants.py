@@ -211,6 +211,10 @@ CACHES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: coded(torch.zeros(16).to(torch.int8), lambda code: code + 0.5),
         r"self\.cache",
     ),
+    "of unsigned integers": (
+        lambda: coded(torch.zeros(16).to(torch.uint16), lambda code: code.to(torch.float32) + 0.5),
+        r"self\.cache",
+    ),
     "of bools": (lambda: coded(torch.zeros(16, dtype=torch.bool), lambda code: ~code * 1.0), r"self\.cache"),
     "of an order": (lambda: coded(torch.arange(16).flip(0), lambda code: code.argsort() + 0.5), r"self\.cache"),
     "of small numbers": (
