@@ -234,7 +234,7 @@ def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
             return stage()
 
     def stage_without_native_code() -> float:
-        with mock.patch.object(Accelerator, "upload", return_value=False):
+        with mock.patch.object(Accelerator, "upload", return_value=None):
             return stage()
 
     measures = {"stage": stage_and_ask, "copy": _copies(stored.nbytes, device), "on host": stage_hashing_on_host}
