@@ -167,22 +167,12 @@ class RowTracker:
 
     def _listen(self, model: nn.Module) -> None:
         """Be told of every optimizer's steps, and of lookups that change rows, as long as this tracker is there."""
-        this = weakref.ref(self)  # torch keeps its hooks, and they shall not keep the model
-
-        def tell(step: Callable[..., None], optimizer: Optimizer, args: tuple[Any, ...], options: Any) -> None:
-            if tracker := this():
-                step(tracker, optimizer, has_closure=len(args) > 1 or bool(options))
-
-        hooks = [
-            register_optimizer_step_pre_hook(partial(tell, RowTracker._before_step)),
-            register_optimizer_step_post_hook(partial(tell, RowTracker._after_step)),
-        ]
+        _be_told_of_steps(self)
         for module in model.modules():
             table = self._by_id.get(id(getattr(module, "weight", None)))
             if table is not None and getattr(module, "max_norm", None) is not None and _looks_up(module):
-                hooks += table.watch_lookups(module)
-        for hook in hooks:
-            weakref.finalize(self, hook.remove)
+                for hook in table.watch_lookups(module):
+                    weakref.finalize(self, hook.remove)
 
     def _before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._refuse(optimizer)
@@ -227,6 +217,27 @@ class RowTracker:
                     table.add(ids)
 
 
+_trackers: list[weakref.ref[RowTracker]] = []
+_hooks: list[Any] = []
+_changing = Lock()  # of both
+
+
+def _be_told_of_steps(tracker: RowTracker) -> None:
+    """Tell a tracker of each optimizer's steps from now on. torch's hooks are set once and stay: a step that is going
+    through them fails if one is removed, by another thread or the garbage collector."""
+    with _changing:
+        _trackers[:] = [*(each for each in _trackers if each() is not None), weakref.ref(tracker)]
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(partial(_tell, RowTracker._before_step)))
+            _hooks.append(register_optimizer_step_post_hook(partial(_tell, RowTracker._after_step)))
+
+
+def _tell(step: Callable[..., None], optimizer: Optimizer, args: tuple[Any, ...], options: Any) -> None:
+    for reference in _trackers.copy():  # others may come meanwhile
+        if tracker := reference():
+            step(tracker, optimizer, has_closure=len(args) > 1 or bool(options))
+
+
 class Lent:
     """Rows for one swap, sending or publication: all that has changed in the tables since the weights `base`."""
 
@@ -235,11 +246,12 @@ class Lent:
     ) -> None:
         """unknown: tables of which other rows may have changed; `base` is empty then."""
         self.rows, self.unknown, self.base, self.takings = rows, unknown, base, takings
-        self._tracker = tracker
+        self._tracker = weakref.ref(tracker)  # no cycle: the collector would end it at any moment of a training
 
     def led_to(self, weights_id: str) -> None:
         """Say that the weights with these rows, and all else, are served or published."""
-        self._tracker._served(self, weights_id)
+        if tracker := self._tracker():
+            tracker._served(self, weights_id)
 
 
 class _Table:

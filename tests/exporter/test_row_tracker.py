@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.support.models import Does
 from tests.support.recommender import Recommender, ids_of, train
@@ -491,6 +492,30 @@ def test_a_tracker_that_is_dropped_listens_no_more() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("form", ["lent", "in a cycle"])
+def test_a_tracker_that_ends_within_a_step_does_not_break_it(form: str) -> None:
+    model = nn.Sequential(nn.Embedding(500, 4))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model(torch.tensor([1])).sum().backward()
+    ended = []
+    hook = register_optimizer_step_post_hook(lambda *_: ended.append((gc.collect(), reference())))
+    first, second = RowTracker(model), RowTracker(model)
+    reference = weakref.ref(first)
+    if form == "lent":
+        first.lend()  # as a publication that fails does
+    else:
+        first.cycle = first  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        del first
+        optimizer.step()
+    finally:
+        gc.enable()
+        hook.remove()
+    assert ended[0][1] is None
+    assert reported(second) == {"0.weight": [1]}
 
 
 DISTRIBUTED = """
