@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from weightswap_runtime.errors import StageClosed, Unsupported, duration, percent
+from weightswap_runtime.errors import StageClosed, UnknownName, Unsupported, duration, percent
 from weightswap_runtime.format.expressions import parse_rule
 from weightswap_runtime.live.variants import VariantNames
 from weightswap_runtime.tensors import TensorBytes, as_array, has_fractions, same_type
 
-from .errors import log
+from .errors import BadRequest, log
 from .methods import Flat, Outputs, ServedMethod
 from .protocol import Answer
 
@@ -201,9 +201,12 @@ class Canary(CanaryAnalysis):
                 self._changed.notify()
 
     def failed(self, error: BaseException, requests: int = 1) -> None:
-        """Count requests that the canary has failed to answer, unless it has just ended."""
+        """Count requests that the canary has failed to answer, unless it has just ended. BadRequest: it has answered
+        with NaN or infinities where JSON was wanted."""
         if not isinstance(error, StageClosed):
-            self.add(Measured(canary=failures(requests)))
+            failed = failures(requests)
+            failed.nonfinite = [True] * requests if isinstance(error, BadRequest) else []
+            self.add(Measured(canary=failed))
             for _ in range(requests):
                 self._count("errors", self.weights_id)
             log.warning("the canary %s failed, so the served weights answer: %s", self.weights_id[:12], error)
@@ -227,6 +230,8 @@ class Canary(CanaryAnalysis):
                 self._examine(*work)
             except StageClosed:
                 return
+            except UnknownName:  # of a variant that was removed since its request was answered
+                self.add(Measured(differences=Differences(skipped=1)))
             except Exception as error:
                 self.failed(error)
             del work  # or its tensors would stay alive while the queue is empty

@@ -74,6 +74,11 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(500, "INTERNAL", f"the model failed with {type(error).__name__}; see the server's log")
 
 
+def is_foreseen(error: BaseException) -> bool:
+    """Return whether a request is to blame for an error, or the moment at which it came."""
+    return any(isinstance(error, kinds) for _, _, kinds in _FAILURES)
+
+
 def admin_failure_of(error: BaseException) -> Failure:
     """Return what an operator sees of an error. Unforeseen errors are logged, and their text is not sent."""
     kind = type(error).__name__

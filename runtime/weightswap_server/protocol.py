@@ -463,15 +463,25 @@ def write_outputs(outputs: Sequence[Named], binary: Mapping[str, bool]) -> tuple
     return documents, tail
 
 
-def _numbers(name: str, content: TensorBytes) -> msgspec.Raw:
+def json_problem(name: str, content: TensorBytes) -> str:
+    """Return why JSON cannot represent an output; empty if it can."""
+    if not has_fractions(content.dtype) or np.isfinite(_wide(content)).all():
+        return ""
+    return (
+        f"{brief(name)}: has NaN or infinities, which JSON cannot represent; ask for binary "
+        '("parameters": {"binary_data": true})'
+    )
+
+
+def _wide(content: TensorBytes) -> NDArray[Any]:
     array = as_array(content).reshape(-1)
-    if has_fractions(content.dtype):
-        array = array.astype(np.float64) if array.dtype.itemsize < 4 else array
-        if not np.isfinite(array).all():
-            raise BadRequest(
-                f"{brief(name)}: has NaN or infinities, which JSON cannot represent; ask for binary "
-                '("parameters": {"binary_data": true})'
-            )
+    return array.astype(np.float64) if has_fractions(content.dtype) and array.dtype.itemsize < 4 else array
+
+
+def _numbers(name: str, content: TensorBytes) -> msgspec.Raw:
+    if problem := json_problem(name, content):
+        raise BadRequest(problem)
+    array = _wide(content)
     pieces: Iterator[Any] = pieces_of(array)  # type: ignore[arg-type]
     return msgspec.Raw(b"[%s]" % b",".join(msgspec.json.encode(piece.tolist())[1:-1] for piece in pieces))
 

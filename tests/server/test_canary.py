@@ -26,7 +26,7 @@ from tests.support.served import INFER, X, as_json, ask, await_queued, before_ca
 from tests.support.storm import storm
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.support.watched import eventually
-from weightswap_runtime import DesiredStore, InputMismatch, Model, StageClosed, Staged, Unsupported, load
+from weightswap_runtime import DesiredStore, InputMismatch, Model, StageClosed, Staged, UnknownName, Unsupported, load
 from weightswap_runtime.tensors import array_content
 from weightswap_server import ServedMethod
 from weightswap_server.canary import (
@@ -197,6 +197,45 @@ def test_a_canary_with_nan_is_aborted(operator: Operator, tiny: TinyArtifact, tm
     answer(operator)
     assert eventually(lambda: operator.status["canary"] is None)
     assert operator.serves(1)
+
+
+def test_nan_of_a_canary_in_json_is_nobodys_error(operator: Operator, tiny: TinyArtifact, tmp_path: Path) -> None:
+    nan = tiny.write(tmp_path / "nan.safetensors", tiny.values(2) | {"bias": torch.full((5,), torch.nan)})
+    begin(operator, nan, share=1.0, allow_nonfinite=True, abort_if="")
+    assert answer(operator) == operator.model.weights_id
+    found = values(operator)
+    assert (found["errors"], found["nonfinite"], found["served_errors"]) == (1.0, 1.0, 0.0)
+    as_bytes = {**as_json(x=X), "parameters": {"binary_data_output": True}}
+    assert ask(operator.server, INFER, as_bytes).status == 200
+    assert eventually(lambda: values(operator)["requests"] == 2)
+    assert values(operator)["errors"] == 0.5
+
+
+def test_nan_of_both_in_json_is_the_requests_fault(operator: Operator, tiny: TinyArtifact) -> None:
+    begin(operator, 2, share=1.0, abort_if="")
+    assert ask(operator.server, INFER, as_json(x=np.full_like(X, 3e38))).status == 400
+    assert values(operator)["requests"] == 0
+
+
+def test_requests_that_no_weights_answer_are_not_the_canarys_fault(operator: Operator) -> None:
+    begin(operator, 2, share=1.0)
+    for _ in range(5):
+        found = ask(operator.server, INFER, {**as_json(x=X), "parameters": {"variant": "lora=none"}})
+        assert found.status in (400, 404), found.body
+    assert values(operator)["requests"] == 0
+    answer(operator)
+    assert eventually(lambda: values(operator)["requests"] == 1)
+    assert values(operator)["errors"] == 0
+
+
+def test_a_variant_that_is_removed_before_the_comparison_is_not_compared(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before_calls_of_canaries(monkeypatch, Mock(side_effect=UnknownName("removed")))
+    begin(operator, 2, shadow=True)
+    answer(operator)
+    assert eventually(lambda: operator.status["canary"]["skipped"] == 1)
+    assert values(operator)["errors"] is None
 
 
 def test_what_the_requests_break_is_not_the_canarys_fault(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from weightswap_runtime import __version__
 from weightswap_server.canary import HEADER
 from weightswap_server.errors import Failure
+from weightswap_server.methods import ServedMethod
 from weightswap_server.protocol import (
     HEADER_LENGTH,
     MOST_JSON,
@@ -174,11 +175,13 @@ class _InferEndpoint:
         request, tensors = await self._bodies.parse(body, parser)
         for output in request.outputs or ():
             check_wanted(output.name, output.parameters or ())
+        binary = _binary(request, method)
         call = self._service.call(
             name,
             version,
             tensors,
             outputs=[output.name for output in request.outputs or ()],
+            in_json=[output for output, is_binary in binary.items() if not is_binary],
             variants=(request.parameters or {}).get(PARAMETER),
             routing=headers.text(HEADER),
             traceparent=headers.text("traceparent"),
@@ -186,17 +189,22 @@ class _InferEndpoint:
         scope[ON_DISCONNECT] = call.answer.cancel  # drops the call if it has not begun
         answer = await self._service.answer(call)
         nbytes = sum(content.nbytes for _, content in answer.outputs)
-        response = await self._bodies.compute(nbytes, partial(_response, name, request, answer))
+        response = await self._bodies.compute(nbytes, partial(_response, name, request, binary, answer))
         self._service.answered(call, answer)
         return response
 
 
-def _response(name: str, request: InferRequest, answer: Answer) -> _Parts:
+def _binary(request: InferRequest, method: ServedMethod) -> dict[str, bool]:
+    """Return which outputs are requested, and whether as bytes."""
     default = (request.parameters or {}).get("binary_data_output") is True
-    binary = {
+    wanted = {
         output.name: (output.parameters or {}).get("binary_data", default) is True for output in request.outputs or ()
     }
-    documents, tail = write_outputs(answer.outputs, binary or dict.fromkeys(dict(answer.outputs), default))
+    return wanted or {output.name: default for output in method.outputs}
+
+
+def _response(name: str, request: InferRequest, binary: Mapping[str, bool], answer: Answer) -> _Parts:
+    documents, tail = write_outputs(answer.outputs, binary)
     answered = Answered(answer.generation, answer.weights_id, answer.variant)
     head = msgspec.json.encode(InferResponse(name, version_of(answer), documents, answered, request.id or ""))
     if not tail:

@@ -14,15 +14,14 @@ from itertools import accumulate
 from threading import Condition, Thread
 from typing import Any
 
-from weightswap_runtime.errors import InputMismatch
 from weightswap_runtime.live.calls import Caller
 from weightswap_runtime.live.variants import Choice
 from weightswap_runtime.model.served import ServedModel, choice_of
 from weightswap_runtime.tensors import TensorBytes
 from weightswap_server.canary import Canary
-from weightswap_server.errors import NotReady, Overloaded, UnknownModel
+from weightswap_server.errors import BadRequest, NotReady, Overloaded, UnknownModel, is_foreseen
 from weightswap_server.methods import Flat, Outputs, ServedMethod
-from weightswap_server.protocol import Answer, write_variants
+from weightswap_server.protocol import Answer, json_problem, write_variants
 
 # seconds: a call that takes no longer may run in the thread that received the request, whose other connections wait
 QUICK = 1e-3
@@ -47,6 +46,7 @@ class Call:
         variants: Mapping[str, str] | None = None,
         name: str = "",
         outputs: Sequence[str] = (),
+        in_json: Sequence[str] = (),
     ) -> None:
         self.method = method
         self.flat = flat
@@ -56,6 +56,7 @@ class Call:
         self.variants = dict(variants or {})  # names of the chosen ones, by group
         self.name = name  # the model's in the request
         self.outputs = outputs  # names of the requested ones; none: all
+        self.in_json = in_json  # of those that are answered in JSON
         self.arrived = time.perf_counter()
         self.answer: Future[Answer] = Future()
         self.nbytes = sum([len(value.data) for value in _tensors(flat)])
@@ -242,13 +243,15 @@ class ModelThread:
         return answers
 
     def _answers_of_served(self, calls: list[Call], canary: Canary, error: BaseException) -> list[Answer]:
-        """Answer calls for which a canary has failed, and count that unless the served weights refuse the inputs, too:
-        an id beyond a table is the request's fault, but a canary may have computed it."""
+        """Answer calls for which a canary has failed, and count that unless it is the requests' fault: the served
+        weights refuse them, too, or have no answer either that JSON can represent."""
         is_of_canary = True
         try:
-            return self._answers(calls)
-        except InputMismatch:
-            is_of_canary = False
+            answers = self._answers(calls)
+            is_of_canary = not isinstance(error, BadRequest) or not _problem(calls, answers)
+            return answers
+        except BaseException as refused:
+            is_of_canary = not is_foreseen(refused)
             raise
         finally:
             if is_of_canary:
@@ -257,7 +260,10 @@ class ModelThread:
     def _run_calls(self, calls: list[Call]) -> list[Answer]:
         choice = choice_of(self._model, calls[0].variants) if calls[0].variants else None
         if (canary := calls[0].canary) is not None:
-            return _call(canary.staged, calls, choice, None, canary.weights_id)
+            answers = _call(canary.staged, calls, choice, None, canary.weights_id)
+            if problem := _problem(calls, answers):
+                raise BadRequest(problem)  # which its client shall not see
+            return answers
         with self._model.pin() as pinned:
             if calls[0].version not in ("", str(pinned.generation)):
                 raise UnknownModel(f"version {calls[0].version}: only generation {pinned.generation} is served")
@@ -285,6 +291,14 @@ def _call(
     outputs = method.call(pinned, method.joined([call.flat for call in calls]), choice)
     parts = split(outputs, [call.rows for call in calls])
     return [Answer(part, generation, weights_id, variant) for part in parts]
+
+
+def _problem(calls: Sequence[Call], answers: Sequence[Answer]) -> str:
+    """Return why an answer cannot be written in JSON, if its client wants that; else empty."""
+    contents = ((call.in_json, dict(answer.outputs)) for call, answer in zip(calls, answers, strict=True))
+    return next(
+        (text for names, by_name in contents for name in names if (text := json_problem(name, by_name[name]))), ""
+    )
 
 
 def _do(task: Task) -> None:

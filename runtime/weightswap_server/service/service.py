@@ -120,14 +120,15 @@ class Service:
         tensors: Mapping[str, TensorBytes],
         *,
         outputs: Sequence[str] = (),
+        in_json: Sequence[str] = (),
         variants: object = None,
         routing: str = "",
         traceparent: str = "",
     ) -> Call:
         """Check a request, and return its call.
 
-        outputs: names of the requested ones; none: all. variants: the parameter `variant` as it came. routing: "1" asks
-        for the canary, "0" for the served weights.
+        outputs: names of the requested ones; none: all. in_json: of those that are answered in JSON. variants: the
+        parameter `variant` as it came. routing: "1" asks for the canary, "0" for the served weights.
 
         Raises UnknownModel, NotReady, InputMismatch, BadRequest, and Unsupported for a model that generates.
         """
@@ -137,7 +138,15 @@ class Service:
         flat, chosen = method.arguments(tensors), read_variants(variants)
         canary = served.choose_canary(version, routing)
         return Call(
-            method, flat, version, traceparent=traceparent, canary=canary, variants=chosen, name=name, outputs=outputs
+            method,
+            flat,
+            version,
+            traceparent=traceparent,
+            canary=canary,
+            variants=chosen,
+            name=name,
+            outputs=outputs,
+            in_json=in_json,
         )
 
     async def answer(self, call: Call) -> Answer:
