@@ -28,6 +28,7 @@ from weightswap_server.protocol import (
     Answer,
     GenerateParameters,
     GenerateRequest,
+    check_sent,
     check_wanted,
     dtype_of,
     from_bytes,
@@ -297,6 +298,7 @@ def _tensors(request: Any) -> dict[str, TensorBytes]:
     for index, tensor in enumerate(request.inputs):
         if tensor.name in tensors:
             raise BadRequest(f"{tensor.name}: given more than once")
+        check_sent(tensor.name, tensor.parameters)
         if raw:
             if tensor.HasField("contents"):
                 raise BadRequest(f"{tensor.name}: has both contents and raw_input_contents")

@@ -43,7 +43,7 @@ from .protocol import DATATYPE_OF, DATATYPES, TensorMetadata
 _OF_VALUES = re.compile(
     r"out of (range|bounds|data bounds)|not in the valid range|input appears to be incorrect|offsets\[|split_sizes"
     r"|^Runtime assertion failed|Class values must|negative (dimension|length)|repeats? can not be negative"
-    r"|does not match required size|exceeds dimension size",
+    r"|does not match required size|exceeds dimension size|i < index_size|idx < num_embeddings",
     re.IGNORECASE,
 )
 _JAGGED = {f"torchrec.sparse.jagged_tensor.{name}" for name in ("JaggedTensor", "KeyedJaggedTensor")}

@@ -40,6 +40,7 @@ DATATYPES = {
 }
 """The safetensors dtype of each of the protocol's datatypes."""
 DATATYPE_OF = {dtype: name for name, dtype in DATATYPES.items()}
+_SHARED_MEMORY = "shared_memory_region"
 BINARY_SIZE = "binary_data_size"
 HEADER_LENGTH = "inference-header-content-length"
 MOST_JSON, MOST_DOCUMENT = 4 << 20, 2 << 20  # bytes of the JSON of a call, and of any other document
@@ -291,6 +292,7 @@ def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> tuple[dict[str,
             raise BadRequest(f"{brief(tensor.name)}: given more than once")
         shape = _shape(tensor)
         parameters = tensor.parameters or {}
+        check_sent(tensor.name, parameters)
         if BINARY_SIZE not in parameters:
             convert = partial(_from_json, tensor, shape)
             if _elements(tensor.name, shape) == 1:
@@ -487,11 +489,18 @@ def _numbers(name: str, content: TensorBytes) -> msgspec.Raw:
 
 
 def check_wanted(name: str, parameters: Iterable[str]) -> None:
-    """Raise BadRequest for an output with the parameter `classification`, whose answer has labels and not numbers."""
+    """Raise BadRequest for an output that is not wanted in the response, or not as numbers."""
     if "classification" in parameters:
         raise BadRequest(
             f"{brief(name)}: classification (class_count) is not supported; ask for the output and sort it"
         )
+    check_sent(name, parameters)
+
+
+def check_sent(name: str, parameters: Iterable[str]) -> None:
+    """Raise BadRequest for a tensor that is, or shall be, in memory that a client shares."""
+    if _SHARED_MEMORY in parameters:
+        raise BadRequest(f"{brief(name)}: shared memory ({_SHARED_MEMORY}) is not supported; send the data")
 
 
 def read_variants(text: object) -> dict[str, str]:

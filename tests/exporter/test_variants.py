@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def test_an_adapter_that_is_merged_but_still_there_is_refused(files: Adapters, t
     expected = model(X)
     tuned.merge_adapter()
     for artifact in (files.artifact, plain):
-        with pytest.raises(CheckpointError, match=r"adapter is merged into the base.*unmerge_adapter\(\) first"):
+        with pytest.raises(CheckpointError, match=r"merged into the base.*unmerge_adapter\(\).*merge_and_unload\(\)"):
             pack(tuned, artifact, out=tmp_path / "v2.safetensors")
         with pytest.raises(CheckpointError, match="adapter is merged into the base"):
             publish(tuned, tmp_path, artifact, step=1).wait()
@@ -72,5 +73,8 @@ def test_an_adapter_that_is_merged_but_still_there_is_refused(files: Adapters, t
         model.swap(tuned)
     assert torch.equal(model(X), expected)
     tuned.unmerge_adapter()
+    advised = copy.deepcopy(tuned).merge_and_unload()
+    served = load(export(base(1), (X,), out=tmp_path / "without.artifact"), advised)
+    assert torch.equal(served(X), advised(X))
     model.swap(tuned)
     assert torch.equal(model(X), tuned(X))

@@ -103,6 +103,8 @@ def test_ready_after_the_first_weights(tiny: TinyArtifact, weight_file: WriteWei
 
 
 CLASSES = [triton.InferRequestedOutput("output", class_count=2)]
+SHARED = [triton.InferRequestedOutput("output")]
+SHARED[0].set_shared_memory("region", 8)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +119,7 @@ CLASSES = [triton.InferRequestedOutput("output", class_count=2)]
         ("tiny", [given(np.array([b"a"], object), datatype="BYTES")], None, "INVALID_ARGUMENT.*accepts strings"),
         ("tiny", [given(np.zeros((2000, 3), np.float32))], None, "RESOURCE_EXHAUSTED"),
         ("tiny", [given()], CLASSES, "INVALID_ARGUMENT.*classification.*not supported"),
+        ("tiny", [given()], SHARED, "INVALID_ARGUMENT.*output: shared memory .* is not supported"),
         ("ä" * 4_000, [given()], None, "NOT_FOUND.*no model is named"),  # an error fits into a status
     ],
 )

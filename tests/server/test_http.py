@@ -183,6 +183,14 @@ BROKEN: list[tuple[Any, str]] = [
         {**tensor(), "outputs": [{"name": "output", "parameters": {"classification": 2}}]},
         "output: classification (class_count) is not supported",
     ),
+    (
+        tensor(data=[], parameters={"shared_memory_region": "r"}),
+        "x: shared memory (shared_memory_region) is not supported",
+    ),
+    (
+        {**tensor(), "outputs": [{"name": "output", "parameters": {"shared_memory_region": "r"}}]},
+        "output: shared memory",
+    ),
     ({**tensor(), "outputs": [{"name": "z"}]}, "no output is named z; there are: output"),
     (tensor(data=[0] * 2_000), "has 6 elements, but the data 2000"),
     # names, dtypes and shapes are compared before numbers are read

@@ -45,6 +45,8 @@ class Embedded(nn.Module):
         ways = {
             "table": lambda: self.table(ids).sum(),
             "bag": lambda: self.bag(ids.view(1, -1)),
+            "bags": lambda: nn.functional.embedding_bag(ids, self.table.weight, torch.arange(3), mode="sum").sum(1),
+            "largest": lambda: nn.functional.embedding_bag(ids, self.table.weight, torch.arange(3), mode="max").sum(1),
             "index": lambda: self.row[ids],
             "gather": lambda: self.row.gather(0, ids),
             "one_hot": lambda: nn.functional.one_hot(ids, 10) * self.row,
@@ -53,8 +55,17 @@ class Embedded(nn.Module):
         return ways[self.how]() + x
 
 
-@pytest.mark.parametrize("how", ["table", "bag", "index", "gather", "one_hot", "split"])
-def test_a_value_that_an_operator_refuses_is_the_requests_fault(tmp_path: Path, how: str) -> None:
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Each has a part of the rows, and words of its own for a wrong one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("how", ["table", "bag", "bags", "largest", "index", "gather", "one_hot", "split"])
+def test_a_value_that_an_operator_refuses_is_the_requests_fault(tmp_path: Path, how: str, two_threads: None) -> None:
     model = different(lambda: Embedded(how), 1)
     good = {"x": torch.ones(1), "ids": torch.tensor([3, 3, 4])}
     with serving({"model": exported(model, tuple(good.values()), tmp_path)}) as server:

@@ -56,7 +56,8 @@ def merged_problem(model: Any) -> str:
     if not merged:
         return ""
     return (
-        f"{listed(merged)}: PEFT's adapter is merged into the base, to which a graph adds it; unmerge_adapter() first"
+        f"{listed(merged)}: PEFT's adapter is merged into the base, and a graph that has it adds it once more: "
+        "unmerge_adapter() first. For a graph without adapters give copy.deepcopy(model).merge_and_unload()"
     )
 
 
