@@ -67,6 +67,7 @@ from weightswap_runtime.format.manifest import (
     encode_manifest,
     with_graph_id,
 )
+from weightswap_runtime.format.model_config import config_of
 from weightswap_runtime.format.safetensors import parse_file
 from weightswap_runtime.format.signature import Signature, leaves
 from weightswap_runtime.sources.location import check_writable
@@ -302,6 +303,7 @@ def _artifact(
         conversion=recorded.conversion,
         files={name: blake3(content).hexdigest() for name, content in sorted(files.items())},
         variants=tables.variants,
+        config=config_of(view.model),
     )
     return with_graph_id(manifest), files, [*texts, *recorded.warnings]
 

@@ -36,6 +36,7 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.format.canonical import StampedFile, canonical_order, new_weight_file
 from weightswap_runtime.format.identity import Counts, Nonfinite, count_nonfinite, newly_nonfinite
 from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, NamedTensor
+from weightswap_runtime.format.model_config import check_config
 from weightswap_runtime.format.names import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key, patterns, tied_names
 from weightswap_runtime.format.safetensors import TensorRow, label_problem
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
@@ -148,6 +149,8 @@ def pack(
     opening = open_checkpoint(source, choice) if model is None else load_into(model, source, load, choice)
     with opening as checkpoint:
         _check_graph(checkpoint, opened)
+        if isinstance(source, str | os.PathLike) and not checkpoint.graph_id and Path(source).is_dir():
+            check_config(Path(source), opened.manifest.config)
         recording = record_from()
         if isinstance(eager, nn.Module):
             check_constants(unwrapped(eager), opened)

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from blake3 import blake3
@@ -177,6 +177,8 @@ class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
     # group -> its tensors, whose values a call chooses among the resident variants; zeros if it chooses none
     variants: dict[str, tuple[NamedTensor, ...]] = {}
     ranks: Split | None = None  # None: the model runs in one process
+    # the settings of a transformers model on which its outputs depend; those of checkpoints have to be the same
+    config: dict[str, Any] = {}
 
     @property
     def packed_for(self) -> str:

@@ -65,12 +65,14 @@ class WeightSet:
     where: what messages and receipts call it. location: of the file or the index; None for weights that are in no file,
     which nobody can read again. stamp: what weightswap wrote into the file; None for several files. metadata: of the
     file; empty for several. advice: what to do if the tensors are not those that are wanted; empty if nothing special.
+    folder: that was given to be opened, if one was.
     """
 
     location: Location | None = None
     advice = ""
     stamp: Stamp | None = None
     metadata: Mapping[str, str] = MappingProxyType({})
+    folder: Location | None = None
 
     def __init__(self, where: str, tensors: Mapping[str, StoredTensor], sources: Iterable[ByteSource]) -> None:
         self.where, self.tensors, self.sources = where, tensors, tuple(sources)
@@ -147,12 +149,19 @@ def open_weights(
     """
     location = as_location(path)
     names = local_names(location) if isinstance(location, Path) else _remote_names(location, check)
-    if names is not None:
-        if parts := _parts_among(names):
-            return _open_parts(location, parts, check, most_header)
+    if names is None:
+        return _open_file(location, check, most_header)
+    if parts := _parts_among(names):
+        weights = _open_parts(location, parts, check, most_header)
+    else:
         chosen = _choose(location, names)
         check_no_peft(location, names, chosen)
-        location /= chosen
+        weights = _open_file(location / chosen, check, most_header)
+    weights.folder = location
+    return weights
+
+
+def _open_file(location: Location, check: Check | None, most_header: int) -> FileSet:
     if location.name.endswith(INDEX_SUFFIX):
         return _open_shards(location, check, most_header)
     return FileSet(location, [WeightFile(location, check, most_header)])

@@ -13,6 +13,7 @@ import numpy as np
 
 from weightswap_runtime.errors import BaseMismatch, Unsupported, WeightFileError, WeightsMismatch
 from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.model_config import config_of, config_problems
 from weightswap_runtime.format.names import EXTRA_STATE, Keys, extra_state_of
 from weightswap_runtime.format.peft import merged_problem
 from weightswap_runtime.format.safetensors import WeightFile
@@ -305,7 +306,8 @@ def check_constants(weights: object, artifact: Artifact) -> None:
 
 
 def constant_problems(module: nn.Module, artifact: Artifact) -> list[str]:
-    """Return how a module's constants, such as buffers that are not persistent, differ from the artifact's.
+    """Return how a module's constants, such as buffers that are not persistent, and a transformers model's settings
+    differ from the artifact's.
 
     A table that has grown is no problem, nor is a value that is not here. One of another dtype is what a cast changes,
     which is wanted if weights are cast, too.
@@ -328,6 +330,7 @@ def constant_problems(module: nn.Module, artifact: Artifact) -> list[str]:
             problems += [f"{text}{said}"] if said else []
         elif has_fractions(found.dtype) and not np.array_equal(as_float64(found), as_float64(expected), equal_nan=True):
             rounded.append(f"{text}: expected {describe(expected)}, found other values in {found.dtype}")
+    problems += config_problems(artifact.manifest.config, config_of(module))
     return problems + (rounded if rounded and not _is_cast(module, artifact) else [])
 
 

@@ -19,6 +19,7 @@ from weightswap_runtime.format.cuts import Share
 from weightswap_runtime.format.delta import delta_stamp
 from weightswap_runtime.format.identity import Counts, Identity, identify
 from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.format.model_config import check_config
 from weightswap_runtime.format.names import NAMES, Match, ignored_names, part_of, patterns, resolve, select, tied_names
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.jobs import Job
@@ -97,6 +98,8 @@ def plan(
         if stamp:
             check_graph(stamp.graph_id, manifest, weights.where, request, error.problems)
         raise
+    if stamp is None and weights.folder is not None:
+        check_config(weights.folder, manifest.config)
     if stamp:
         check_graph(stamp.graph_id, manifest, weights.where, request)
         if not request.only and stamp.graph_id == manifest.packed_for:

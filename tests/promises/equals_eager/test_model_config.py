@@ -1,0 +1,155 @@
+"""A checkpoint's configuration: weights of a model that computes something else with the same shapes are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weightswap_exporter import export, pack
+from weightswap_runtime import CheckpointError, Model, WeightFileError, WeightsMismatch, load
+
+transformers = pytest.importorskip("transformers")
+IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+# what changes answers, and no shape
+OTHERS: dict[str, dict[str, Any]] = {
+    "rms_norm_eps": {"rms_norm_eps": 1e-2},
+    "hidden_act": {"hidden_act": "gelu"},
+    "num_attention_heads": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "rope_parameters.rope_theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "rope_parameters.rope_type": {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}},
+}
+SAME: dict[str, Any] = {"attention_dropout": 0.1, "eos_token_id": 7, "use_cache": False, "max_position_embeddings": 99}
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids, use_cache=False).logits
+
+
+def wrapped(**settings: Any) -> Wrapper:
+    return Wrapper(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | settings)).eval())
+
+
+def saved(folder: Path, model: Wrapper) -> Path:
+    """Save a model so that its names are those of the wrapper."""
+    model.model.save_pretrained(folder, state_dict=model.state_dict())
+    return folder
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "llama.artifact"
+    export(wrapped(), (IDS,), out=path)
+    return path
+
+
+@pytest.fixture
+def model(artifact: Path) -> Model:
+    return load(artifact, wrapped())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_weights_of_a_model_that_computes_otherwise_are_refused(
+    name: str, artifact: Path, model: Model, tmp_path: Path
+) -> None:
+    before, other = model(IDS), wrapped(**OTHERS[name])
+    folder, out = saved(tmp_path / "other", other), tmp_path / "other.safetensors"
+    for refused in (folder, other):
+        with pytest.raises(WeightsMismatch, match=f"config.json: {name}: .* in the graph"):
+            model.swap(refused)
+        with pytest.raises((WeightsMismatch, CheckpointError), match=f"config.json: {name}: .* in the graph"):
+            pack(refused, artifact, out=out)
+    assert torch.equal(model(IDS), before)
+    assert not out.exists()
+    model.swap(folder / "model.safetensors")  # as the refusal says
+    assert not torch.equal(model(IDS), other(IDS))
+    export(other, (IDS,), out=tmp_path / "other.artifact")
+    assert torch.equal(load(tmp_path / "other.artifact", folder)(IDS), other(IDS))
+
+
+def test_weights_with_settings_that_change_nothing_are_taken(artifact: Path, model: Model, tmp_path: Path) -> None:
+    tuned = wrapped(**SAME)
+    folder = saved(tmp_path / "tuned", tuned)
+    for weights in (tuned, folder, pack(folder, artifact, out=tmp_path / "tuned.safetensors").path):
+        model.swap(weights)
+        assert torch.equal(model(IDS), tuned(IDS))
+
+
+def test_positions_are_compared_in_the_words_of_older_versions(model: Model, tmp_path: Path) -> None:
+    tuned = wrapped()
+    folder = saved(tmp_path / "tuned", tuned)
+
+    def as_before(theta: float, scaling: Any) -> Callable[[dict[str, Any]], object]:
+        def change(config: dict[str, Any]) -> None:
+            config.pop("rope_parameters", None)
+            config.update(rope_theta=theta, rope_scaling=scaling, head_dim=None, torch_dtype="float32")
+
+        return change
+
+    edit(folder, as_before(1e4, None))
+    model.swap(folder)
+    assert torch.equal(model(IDS), tuned(IDS))
+    for theta, scaling in ((5e5, None), (1e4, {"type": "linear", "factor": 8.0})):
+        edit(folder, as_before(theta, scaling))
+        with pytest.raises(WeightsMismatch, match=r"config\.json: rope_parameters"):
+            model.swap(folder)
+
+
+def test_a_configuration_that_is_none_is_refused_and_none_is_needed(model: Model, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "tuned", wrapped())
+    for content in (b"[]", b"{", b"\xff", b'{"a":' * 100_000):
+        (folder / "config.json").write_bytes(content)
+        with pytest.raises(WeightFileError, match="is not a model's configuration"):
+            model.swap(folder)
+    (folder / "config.json").unlink()
+    model.swap(folder)
+
+
+def test_no_model_that_transformers_ships_contradicts_its_own_files() -> None:
+    from weightswap_runtime.format.model_config import config_problems, settings
+
+    tried = 0
+    for name in (
+        "llama",
+        "mistral",
+        "gemma2",
+        "gemma3",
+        "qwen2",
+        "phi3",
+        "gpt2",
+        "bert",
+        "t5",
+        "mixtral",
+        "whisper",
+        "vit",
+    ):
+        config = transformers.CONFIG_MAPPING[name]()
+        every, written = (settings(json.loads(config.to_json_string(use_diff=diff))) for diff in (False, True))
+        assert list(config_problems(every, written)) == []
+        tried += len(every)
+    assert tried > 100
