@@ -429,7 +429,8 @@ class _Writer:
     """Writer of one snapshot at a time, each in a thread that the interpreter waits for."""
 
     def __init__(self) -> None:
-        self._free = threading.Lock()
+        self._changed = threading.Condition()
+        self._turn: object = None  # of the publication that takes its snapshot, or is written
         self._threads: set[int] = set()  # ids of threads within begin()
 
     def begin(
@@ -444,21 +445,35 @@ class _Writer:
                 "this thread is already in publish(): a signal handler, or the model itself, called it again. Set a "
                 "flag there, and publish when the first call has returned."
             )
-        self._threads.add(thread)  # first: a signal handler may run after any step
+        turn = object()
+        owned = [turn]  # by this call, until the thread takes it: an interrupt may hide that it has started
         try:
-            self._free.acquire()  # released by the thread, once the file is there
-            try:
-                snapshots = [snapshot()]  # a list, so that the thread can drop it
-                threading.Thread(target=self._run, args=(outcome, snapshots, write), name="weightswap-publish").start()
-            except BaseException:
-                self._free.release()
-                raise
+            self._threads.add(thread)  # first: a signal handler may run after any step
+            with self._changed:
+                self._changed.wait_for(lambda: self._turn is None)
+                self._turn = turn
+            snapshots = [snapshot()]  # a list, so that the thread can drop it
+            threading.Thread(
+                target=self._run, args=(owned, outcome, snapshots, write), name="weightswap-publish"
+            ).start()
+        except BaseException:
+            if owned:
+                self._end(owned.pop())
+            raise
         finally:
             self._threads.discard(thread)
 
     def _run(
-        self, outcome: futures.Future[Packed], snapshots: list[_Snapshot], write: Callable[[_Snapshot], Packed]
+        self,
+        owned: list[object],
+        outcome: futures.Future[Packed],
+        snapshots: list[_Snapshot],
+        write: Callable[[_Snapshot], Packed],
     ) -> None:
+        try:
+            turn = owned.pop()
+        except IndexError:  # who began was interrupted, and has given it up
+            return
         try:
             finish = partial(
                 outcome.set_result, write(snapshots.pop())
@@ -466,8 +481,15 @@ class _Writer:
         except BaseException as error:
             forget_frames(error)
             finish = partial(outcome.set_exception, error)
-        self._free.release()
+        self._end(turn)
         finish()
+
+    def _end(self, turn: object) -> None:
+        """Let the next one begin."""
+        with self._changed:
+            if self._turn is turn:
+                self._turn = None
+                self._changed.notify_all()
 
 
 _writer = _Writer()

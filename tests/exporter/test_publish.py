@@ -285,19 +285,15 @@ def test_a_forked_child_publishes_for_itself(renamed: Artifact, tmp_path: Path, 
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
 
 
-class Interrupted:
-    """A lock whose taker is interrupted as soon as it has it."""
+class Interrupted(threading.Condition):
+    """A condition whose waiter is interrupted as soon as it holds."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.release = self._lock.release
-
-    def acquire(self) -> bool:
-        taken = self._lock.acquire()
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        held = super().wait_for(predicate, timeout)
         if not signalled.is_set():
             signalled.set()
             signal.raise_signal(signal.SIGUSR1)
-        return taken
+        return held
 
 
 signalled = threading.Event()
@@ -309,7 +305,41 @@ def while_copying(patch: pytest.MonkeyPatch, interrupted: Callable[[nn.Module], 
 
 def before_copying(patch: pytest.MonkeyPatch, _: object) -> None:
     signalled.clear()
-    patch.setattr(publishing._writer, "_free", Interrupted())
+    patch.setattr(publishing._writer, "_changed", Interrupted())
+
+
+@pytest.mark.parametrize("place", ["noted", "its turn", "copying", "started"])
+def test_an_interrupt_leaves_nothing_that_later_publications_wait_for(
+    place: str, renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as the thread has begun, it alone decides when the next one may."""
+    owner, name = {
+        "noted": (publishing._writer._threads, ""),
+        "its turn": (threading.Condition, "wait_for"),
+        "copying": (publishing, "from_module"),
+        "started": (threading.Thread, "start"),
+    }[place]
+
+    def interrupted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_and_interrupt(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.undo()
+            call(*args, **kwargs)
+            raise KeyboardInterrupt
+
+        return call_and_interrupt
+
+    if place == "noted":
+        noted = type("Noted", (set,), {"add": interrupted(set.add)})
+        monkeypatch.setattr(publishing._writer, "_threads", noted())
+    else:
+        monkeypatch.setattr(owner, name, interrupted(getattr(owner, name)))
+    model, out = Renamed().eval(), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        publish(model, out, renamed, step=1)
+    packed = publish(model, out, renamed, step=2).wait(20)
+    steps = {int(path.name.split("-")[1]) for path in out.iterdir()}
+    assert packed.path.exists()
+    assert steps == ({1, 2} if place == "started" else {2})
 
 
 @pytest.mark.parametrize(

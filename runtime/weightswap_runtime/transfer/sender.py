@@ -209,6 +209,8 @@ class Sender(AbstractContextManager["Sender"]):
         is_by_rows = isinstance(request.source, GivenWeights) and request.source.has_rows
         latest = self._take_latest() if is_by_rows else None
         memory = latest or self._take()
+        mine: _FileInMemory | None = memory  # until the sender's thread has it, whatever interrupt comes
+        before: Sending | None = None
         try:
             trees, workers = self._trees, self._workers
             staging = Staging(request, self._layout.manifest, None, self._open_transforms, trees, workers, Job())
@@ -223,15 +225,15 @@ class Sender(AbstractContextManager["Sender"]):
             self._latest = sending = Sending(memory, memory.identity.weights_id, delta, request.source)
             with self._changed:
                 self._check_open()
-                before, self._waiting = self._waiting, sending
                 self._changed.notify_all()
-        except BaseException:
-            self._give_back(memory)
-            raise
-        if before is not None:
-            before._close()
-            self._give_back(before._memory)
-            before._end(None, NotPromoted("later weights were sent before these had left", reason="superseded"))
+                before, self._waiting, mine = self._waiting, sending, None
+        finally:
+            if mine is not None:
+                self._give_back(mine)
+            if before is not None:
+                before._close()
+                self._give_back(before._memory)
+                before._end(None, NotPromoted("later weights were sent before these had left", reason="superseded"))
         return sending
 
     def _open_transforms(self) -> Transforms:

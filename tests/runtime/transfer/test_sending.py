@@ -137,6 +137,42 @@ def test_of_several_that_wait_the_latest_is_sent(served: Model, sender: Sender, 
     assert served.generation == 2
 
 
+def test_what_an_interrupted_send_has_handed_over_is_sent_once(
+    served: Model, sender: Sender, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is the sender's thread's then; given back twice, two sends would have it."""
+
+    class Interrupted(threading.Condition):
+        def __exit__(self, *details: Any) -> None:
+            super().__exit__(*details)
+            if sender._waiting not in (None, superseded) and interrupting:
+                interrupting.clear()
+                raise KeyboardInterrupt
+
+    with served.turn(lambda: None):  # what is on its way waits
+        first = sender.send(TinyArtifact.values(1), wait=False)
+        assert isinstance(first, Sending)
+        while sender._waiting is not None:
+            time.sleep(0.001)
+        superseded = sender.send(TinyArtifact.values(2), wait=False)
+        interrupting = [True]
+        changed = Interrupted(sender._changed._lock)  # type: ignore[attr-defined]
+        monkeypatch.setattr(sender, "_changed", changed)
+        with pytest.raises(KeyboardInterrupt):
+            sender.send(TinyArtifact.values(3), wait=False)
+        monkeypatch.undo()
+        assert isinstance(superseded, Sending)
+        with pytest.raises(NotPromoted, match="later weights were sent"):
+            superseded.wait(20)
+    first.wait(20)
+    while not serves(served, 3):
+        time.sleep(0.001)
+    for seed in (4, 5, 6):
+        sender.send(TinyArtifact.values(seed))
+        assert serves(served, seed)
+    assert len({id(memory) for memory in sender._free}) == len(sender._free)
+
+
 def test_a_receiver_that_starts_again_is_found(served: Model, at: str, sender: Sender) -> None:
     for seed in (1, 2):
         with served.receive(at):
