@@ -15,7 +15,14 @@ from blake3 import blake3
 from torch import nn
 
 from weightswap_exporter.capture.archive import graph_archive
-from weightswap_exporter.capture.capture import Captured, MethodSpec, capture, scales_in_state, training_operators
+from weightswap_exporter.capture.capture import (
+    Captured,
+    MethodSpec,
+    capture,
+    scales_in_code,
+    scales_in_state,
+    training_operators,
+)
 from weightswap_exporter.capture.classify import Tables, classify, overlapping
 from weightswap_exporter.capture.conversion import record_conversion
 from weightswap_exporter.capture.decoders import decoder
@@ -432,6 +439,12 @@ def _doubts(captured: Mapping[str, Captured]) -> Iterator[str]:
             f"calls observe values and may change {listed(list(scales))}: these are state, and keep what they are now, "
             "whatever a checkpoint has. To serve a checkpoint's scales, give torch.fake_quantize_per_tensor_affine (or "
             "per_channel) buffers that no call changes"
+        )
+    if any(map(scales_in_code, methods)):
+        yield (
+            "activations are quantised with scales that are numbers of the model's code, as convert_pt2e() writes: "
+            "they stay what they are now, and weights of another calibration would be served with them. Export the "
+            "model again after each calibration, or quantise with torchao's quantize_, whose scales are weights"
         )
     if tensors := dict.fromkeys(path for method in methods for path in method.side_effects.tensors):
         names = listed(list(tensors))

@@ -180,6 +180,31 @@ def test_scales_that_an_observer_may_change_are_named(tmp_path: Path) -> None:
     assert torch.equal(load(advised, file)(x), trained(x))
 
 
+def test_scales_that_are_numbers_of_the_code_are_named(tmp_path: Path) -> None:
+    """PT2E's conversion writes those of activations so."""
+    pytest.importorskip("torchao.quantization.pt2e")
+    from torch.ao.quantization.fx import _decomposed  # noqa: F401 (it registers the operators)
+
+    class Converted(nn.Module):
+        def __init__(self, scale: float | None) -> None:
+            super().__init__()
+            self.number = scale
+            self.scale, self.zero = nn.Buffer(torch.tensor(0.5)), nn.Buffer(torch.tensor(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scale, zero = (self.scale, self.zero) if self.number is None else (self.number, 3)
+            options = scale, zero, 0, 255, torch.uint8
+            operators = torch.ops.quantized_decomposed
+            return operators.dequantize_per_tensor(operators.quantize_per_tensor(x, *options), *options)
+
+    x = torch.rand(4)
+    with pytest.warns(UserWarning, match=r"scales that are numbers of the model's code.*Export the model again"):
+        artifact = export(Converted(0.25), (x,), out=tmp_path / "numbers.artifact")
+    assert torch.equal(load(artifact, Converted(0.25))(x), Converted(0.25)(x))
+    model = load(export(Converted(None), (x,), out=tmp_path / "tensors.artifact"), Converted(None))
+    assert torch.equal(model(x), Converted(None)(x))
+
+
 def test_tensors_of_inference_mode_are_refused_with_advice(tmp_path: Path) -> None:
     advice = r"Make the model and its inputs outside of torch.inference_mode\(\)"
     made = nn.Linear(8, 4), torch.zeros(2, 8)

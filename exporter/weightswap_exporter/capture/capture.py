@@ -45,6 +45,7 @@ from .stale_constants import stale_constants
 
 # torch.ao.quantization's FusedMovingAvgObsFakeQuantize: it writes to the scale if a buffer says so
 _OBSERVED = torch.ops.aten.fused_moving_avg_obs_fake_quant.default
+_QUANTISED = "quantized_decomposed.quantize_per_tensor."
 _MARK = "*"  # no attribute's name has it
 _UNKNOWN_OUTPUT = re.compile("Found <class '(.*)'> in output, which is not a known type")
 _INSTEAD_OF_OBJECTS = (
@@ -176,6 +177,15 @@ def scales_in_state(captured: Captured) -> Iterator[str]:
             scale = {argument.name: value for argument, value in arguments(node)}["scale"]
             if (name := buffers.get(scale.name, "")) in captured.mutated:
                 yield name
+
+
+def scales_in_code(captured: Captured) -> bool:
+    """Return whether activations are quantised with scales that are numbers of the graph, as PT2E's conversion does."""
+    return any(
+        str(node.target).startswith(_QUANTISED) and isinstance(node.args[1], float)
+        for module in graphs(captured.program)
+        for node in module.graph.nodes
+    )
 
 
 def _trains(node: torch.fx.Node) -> bool:
