@@ -31,17 +31,17 @@ _DEEPEST = 4  # levels of configurations within others, such as that of the text
 _WITHOUT_EFFECT = re.compile(
     r"""_.* | architectures | auto_map | model_type | name_or_path | transformers_version | (torch_)?dtype | torchscript
     | tokenizer_class | attn_implementation | use_cache | use_bfloat16 | quantization_config | gradient_checkpointing
-    | chunk_size_feed_forward | pruned_heads | max_position_embeddings
-    | .*drop.* | .*loss_coef | tie_word_embeddings | initializer_(range|factor) | init_std | apply_spec_augment
-    | mask_(time|feature)_.* | output_.* | return_dict.* | problem_type | id2label | label2id | finetuning_task
+    | chunk_size_feed_forward | pruned_heads | max_position_embeddings | is_decoder | is_encoder_decoder
+    | .*drop.* | .*loss_coef | do_mask_input | tie_word_embeddings | initializer_(range|factor) | init_std
+    | apply_spec_augment | mask_(time|feature)_.* | output_.* | return_dict.* | problem_type | id2label | label2id | finetuning_task
     | task_specific_params | tf_legacy_loss | .*_token_ids? | do_sample | early_stopping | (min|max)_length
     | max_new_tokens | num_beams | num_beam_groups | num_return_sequences | (diversity|length|repetition)_penalty
     | temperature | top_k | top_p | typical_p | (encoder_)?no_repeat_ngram_size | bad_words_ids
     | (begin_)?suppress_tokens | remove_invalid_values | prefix | exponential_decay_length_penalty""",
     re.VERBOSE,
 )
-# None where they follow from others: some versions of transformers write down what follows
-_DERIVED = ("head_dim", "num_key_value_heads", "audio_vocab_size")
+# None where they follow from others: some models and versions of transformers write down what follows
+_DERIVED = ("head_dim", "num_key_value_heads", "audio_vocab_size", "num_buckets", "num_ln_in_parallel_attn")
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")  # the first has the others in transformers 5
 
 
@@ -75,8 +75,9 @@ def check_config(folder: Location, ours: Mapping[str, Any]) -> None:
 def settings(config: Mapping[str, Any], depth: int = _DEEPEST) -> dict[str, Any]:
     """Return the settings of a configuration on which outputs depend."""
     found = {}
+    unused = ("sliding_window", "max_window_layers") if config.get("use_sliding_window") is False else ()
     for name, value in config.items():
-        if name in _ROPE or _WITHOUT_EFFECT.fullmatch(name):
+        if name in _ROPE or name in unused or _WITHOUT_EFFECT.fullmatch(name):
             continue
         if not isinstance(value, dict):
             found[name] = value
@@ -100,12 +101,19 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_problems(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield how settings differ from those of a graph. One that only one of both has is a default of the other."""
+    """Yield how settings differ from those of a graph. One that only one of both has is a default of the other; a list
+    and its only value may say the same."""
     for name, value in ours.items():
         if name not in theirs:
             continue
         found = theirs[name]
         if isinstance(value, dict) and isinstance(found, dict):
             yield from config_problems(value, found, f"{path}{name}.")
-        elif value != found and not (name in _DERIVED and None in (value, found)):
+        elif value != found and not _may_be_same(name, value, found):
             yield f"{CONFIG_NAME}: {path}{name}: {value!r:.80} in the graph, {found!r:.80} of these weights"
+
+
+def _may_be_same(name: str, value: object, found: object) -> bool:
+    if value is None or found is None:
+        return name in _DERIVED
+    return isinstance(value, list | dict) != isinstance(found, list | dict)

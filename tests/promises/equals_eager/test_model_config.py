@@ -13,6 +13,7 @@ from torch import nn
 
 from weightswap_exporter import export, pack
 from weightswap_runtime import CheckpointError, Model, WeightFileError, WeightsMismatch, load
+from weightswap_runtime.format.model_config import config_problems, settings
 
 transformers = pytest.importorskip("transformers")
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
@@ -130,9 +131,60 @@ def test_a_configuration_that_is_none_is_refused_and_none_is_needed(model: Model
     model.swap(folder)
 
 
-def test_no_model_that_transformers_ships_contradicts_its_own_files() -> None:
-    from weightswap_runtime.format.model_config import config_problems, settings
+# as earlier versions of transformers wrote them
+OLDER: list[dict[str, Any]] = [
+    {
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "num_key_value_heads": None,
+        "pretraining_tp": 1,
+    },
+    {
+        "model_type": "llama",
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    },
+    {"model_type": "llama", "rope_theta": 10000, "rope_scaling": {"type": "linear", "factor": 8.0}},
+    {"model_type": "mistral", "rope_theta": 1e6, "sliding_window": None},
+    {"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False, "max_window_layers": 21},
+    {
+        "model_type": "phi3",
+        "rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 4096,
+    },
+    {"model_type": "gemma3_text", "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000},
+    {
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "summary_activation": None,
+        "task_specific_params": {"a": {"max_length": 50}},
+    },
+    {"model_type": "gpt_neox", "rotary_emb_base": 10000, "rotary_pct": 0.25},
+    {"model_type": "t5", "d_ff": 2048, "feed_forward_proj": "gated-gelu", "output_past": True, "n_positions": 512},
+    {
+        "model_type": "clip",
+        "text_config": {"hidden_act": "quick_gelu", "num_attention_heads": 8},
+        "text_config_dict": None,
+    },
+]
 
+
+@pytest.mark.parametrize("raw", OLDER, ids=lambda raw: raw["model_type"])
+def test_a_model_that_is_built_from_an_older_configuration_does_not_contradict_it(raw: dict[str, Any]) -> None:
+    config = transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
+    ours = settings(json.loads(config.to_json_string(use_diff=False)))
+    assert list(config_problems(ours, settings(raw))) == []
+
+
+def test_no_model_that_transformers_ships_contradicts_its_own_files() -> None:
     tried = 0
     for name in (
         "llama",
