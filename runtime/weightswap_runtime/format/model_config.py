@@ -29,15 +29,16 @@ _ADVICE = (
 _DEEPEST = 4  # levels of configurations within others, such as that of the text model
 # settings on which no output of a graph depends: of training, of generation, and what describes the file
 _WITHOUT_EFFECT = re.compile(
-    r"""_.* | architectures | auto_map | model_type | name_or_path | transformers_version | (torch_)?dtype | torchscript
-    | tokenizer_class | attn_implementation | use_cache | use_bfloat16 | quantization_config | gradient_checkpointing
-    | chunk_size_feed_forward | pruned_heads | max_position_embeddings | is_decoder | is_encoder_decoder
-    | .*drop.* | .*loss_coef | do_mask_input | tie_word_embeddings | initializer_(range|factor) | init_std
-    | apply_spec_augment | mask_(time|feature)_.* | output_.* | return_dict.* | problem_type | id2label | label2id | finetuning_task
-    | task_specific_params | tf_legacy_loss | .*_token_ids? | do_sample | early_stopping | (min|max)_length
-    | max_new_tokens | num_beams | num_beam_groups | num_return_sequences | (diversity|length|repetition)_penalty
-    | temperature | top_k | top_p | typical_p | (encoder_)?no_repeat_ngram_size | bad_words_ids
-    | (begin_)?suppress_tokens | remove_invalid_values | prefix | exponential_decay_length_penalty""",
+    r"""_.* | architectures | auto_map | model_type | name_or_path | transformers_version | (torch_)?dtype
+    | torchscript | tokenizer_class | attn_implementation | use_cache | use_bfloat16 | quantization_config
+    | gradient_checkpointing | chunk_size_feed_forward | pruned_heads | max_position_embeddings | is_decoder
+    | is_encoder_decoder | .*drop.* | .*loss_coef | do_mask_input | tie_word_embeddings | initializer_(range|factor)
+    | init_std | apply_spec_augment | mask_(time|feature)_.* | output_.* | return_dict.* | problem_type | id2label
+    | label2id | finetuning_task | task_specific_params | tf_legacy_loss | .*_token_ids? | do_sample
+    | early_stopping | (min|max)_length | max_new_tokens | num_beams | num_beam_groups | num_return_sequences
+    | (diversity|length|repetition)_penalty | temperature | top_k | top_p | typical_p
+    | (encoder_)?no_repeat_ngram_size | bad_words_ids | (begin_)?suppress_tokens | remove_invalid_values | prefix
+    | exponential_decay_length_penalty""",
     re.VERBOSE,
 )
 # None where they follow from others: some models and versions of transformers write down what follows
