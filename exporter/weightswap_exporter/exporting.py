@@ -442,7 +442,7 @@ def _doubts(captured: Mapping[str, Captured]) -> Iterator[str]:
         )
     if any(map(scales_in_code, methods)):
         yield (
-            "activations are quantised with scales that are numbers of the model's code, as convert_pt2e() writes: "
+            "tensors are quantised with scales that are numbers of the model's code, as convert_pt2e() writes: "
             "they stay what they are now, and weights of another calibration would be served with them. Export the "
             "model again after each calibration, or quantise with torchao's quantize_, whose scales are weights"
         )

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -457,7 +457,7 @@ class _Writer:
                 target=self._run, args=(owned, outcome, snapshots, write), name="weightswap-publish"
             ).start()
         except BaseException:
-            if owned:
+            with suppress(IndexError):  # the thread has it
                 self._end(owned.pop())
             raise
         finally:

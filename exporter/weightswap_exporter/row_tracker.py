@@ -227,8 +227,9 @@ def _be_told_of_steps(tracker: RowTracker) -> None:
     through them fails if one is removed, by another thread or the garbage collector."""
     with _changing:
         _trackers[:] = [*(each for each in _trackers if each() is not None), weakref.ref(tracker)]
-        if not _hooks:
+        if len(_hooks) < 1:
             _hooks.append(register_optimizer_step_pre_hook(partial(_tell, RowTracker._before_step)))
+        if len(_hooks) < 2:  # an interrupt may have left the first alone
             _hooks.append(register_optimizer_step_post_hook(partial(_tell, RowTracker._after_step)))
 
 

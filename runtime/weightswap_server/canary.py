@@ -21,7 +21,7 @@ from weightswap_runtime.format.expressions import parse_rule
 from weightswap_runtime.live.variants import VariantNames
 from weightswap_runtime.tensors import TensorBytes, as_array, has_fractions, same_type
 
-from .errors import BadRequest, log
+from .errors import NotInJson, log
 from .methods import Flat, Outputs, ServedMethod
 from .protocol import Answer
 
@@ -201,11 +201,10 @@ class Canary(CanaryAnalysis):
                 self._changed.notify()
 
     def failed(self, error: BaseException, requests: int = 1) -> None:
-        """Count requests that the canary has failed to answer, unless it has just ended. BadRequest: it has answered
-        with NaN or infinities where JSON was wanted."""
+        """Count requests that the canary has failed to answer, unless it has just ended."""
         if not isinstance(error, StageClosed):
             failed = failures(requests)
-            failed.nonfinite = [True] * requests if isinstance(error, BadRequest) else []
+            failed.nonfinite = [True] * requests if isinstance(error, NotInJson) else []
             self.add(Measured(canary=failed))
             for _ in range(requests):
                 self._count("errors", self.weights_id)

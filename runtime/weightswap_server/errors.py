@@ -98,6 +98,10 @@ class BadRequest(RequestError):
     """A request that does not follow the protocol or the model's signature."""
 
 
+class NotInJson(BadRequest):
+    """A request for an answer in JSON that has NaN or infinities."""
+
+
 class UnknownModel(RequestError):
     """A model, version or path that is not served."""
 

@@ -329,8 +329,9 @@ def test_an_interrupt_leaves_nothing_that_later_publications_wait_for(
         return call_and_interrupt
 
     if place == "noted":
-        noted = type("Noted", (set,), {"add": interrupted(set.add)})
-        monkeypatch.setattr(publishing._writer, "_threads", noted())
+        noted = type("Noted", (set,), {})
+        monkeypatch.setattr(noted, "add", interrupted(set.add))
+        publishing._writer._threads = noted()  # stays: what is added by the interrupted call, too
     else:
         monkeypatch.setattr(owner, name, interrupted(getattr(owner, name)))
     model, out = Renamed().eval(), tmp_path / "out"

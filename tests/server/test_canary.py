@@ -211,6 +211,20 @@ def test_nan_of_a_canary_in_json_is_nobodys_error(operator: Operator, tiny: Tiny
     assert values(operator)["errors"] == 0.5
 
 
+def test_of_a_batch_only_the_answer_that_json_cannot_represent_is_an_error(
+    operator: Operator, tiny: TinyArtifact, tmp_path: Path
+) -> None:
+    large = tiny.write(tmp_path / "large.safetensors", tiny.values(2) | {"weight": torch.full((3, 5), 1e20)})
+    begin(operator, large, share=1.0, abort_if="")
+    with ThreadPoolExecutor(2) as clients:
+        with occupied(operator.server):
+            asked = [clients.submit(ask, operator.server, INFER, as_json(x=x)) for x in (X, np.full_like(X, 1e20))]
+            await_queued(operator.server, 2)
+        assert [each.result().status for each in asked] == [200, 200]
+    assert eventually(lambda: values(operator)["requests"] == 2)
+    assert (values(operator)["errors"], values(operator)["nonfinite"]) == (0.5, 0.5)
+
+
 def test_nan_of_both_in_json_is_the_requests_fault(operator: Operator, tiny: TinyArtifact) -> None:
     begin(operator, 2, share=1.0, abort_if="")
     assert ask(operator.server, INFER, as_json(x=np.full_like(X, 3e38))).status == 400

@@ -45,7 +45,7 @@ from .stale_constants import stale_constants
 
 # torch.ao.quantization's FusedMovingAvgObsFakeQuantize: it writes to the scale if a buffer says so
 _OBSERVED = torch.ops.aten.fused_moving_avg_obs_fake_quant.default
-_QUANTISED = "quantized_decomposed.quantize_per_tensor."
+_QUANTISED = ("quantized_decomposed.quantize_per_tensor.", "quantized_decomposed.dequantize_per_tensor.")
 _MARK = "*"  # no attribute's name has it
 _UNKNOWN_OUTPUT = re.compile("Found <class '(.*)'> in output, which is not a known type")
 _INSTEAD_OF_OBJECTS = (
@@ -180,7 +180,7 @@ def scales_in_state(captured: Captured) -> Iterator[str]:
 
 
 def scales_in_code(captured: Captured) -> bool:
-    """Return whether activations are quantised with scales that are numbers of the graph, as PT2E's conversion does."""
+    """Return whether tensors are quantised with scales that are numbers of the graph, as PT2E's conversion does."""
     return any(
         str(node.target).startswith(_QUANTISED) and isinstance(node.args[1], float)
         for module in graphs(captured.program)

@@ -1,49 +1,42 @@
-"""The configuration of a transformers model: its checkpoints have one, which says what the weights are computed with.
+"""The configuration of a transformers model: its checkpoints have one, which says what their weights are computed with.
 
 Two models of the same shapes may differ in it: the number of heads, the base of rotary positions, a norm's epsilon. A
-graph has these as numbers, so weights of another configuration give wrong answers.
+graph has these as numbers, so weights of another configuration would give wrong answers. Compared are the settings that
+are known to change outputs, and no others: files have all kinds, and fine-tuning changes many that mean nothing here.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from weightswap_runtime.errors import WeightFileError, WeightsMismatch
-from weightswap_runtime.sources.location import Location
-from weightswap_runtime.sources.opening import read_small
+from weightswap_runtime.errors import WeightFileError
 
 if TYPE_CHECKING:
     from torch import nn
 
 CONFIG_NAME = "config.json"  # of transformers' save_pretrained
-_MOST = 1 << 20  # bytes of that file
-_ADVICE = (
+MOST_CONFIG = 4 << 20  # bytes of that file: 20,000 labels take 2 MB
+CONFIG_ADVICE = (
     "Export the model that these weights belong to. Where these settings change nothing in what it computes, give the "
-    "path of the weight file, or of the index, in this folder."
+    "weights without the configuration: the path of a file in the folder, or the state dict of a module."
 )
 _DEEPEST = 4  # levels of configurations within others, such as that of the text model
-# settings on which no output of a graph depends: of training, of generation, and what describes the file
-_WITHOUT_EFFECT = re.compile(
-    r"""_.* | architectures | auto_map | model_type | name_or_path | transformers_version | (torch_)?dtype
-    | torchscript | tokenizer_class | attn_implementation | use_cache | use_bfloat16 | quantization_config
-    | gradient_checkpointing | chunk_size_feed_forward | pruned_heads | max_position_embeddings | is_decoder
-    | is_encoder_decoder | .*drop.* | .*loss_coef | do_mask_input | tie_word_embeddings | initializer_(range|factor)
-    | init_std | apply_spec_augment | mask_(time|feature)_.* | output_.* | return_dict.* | problem_type | id2label
-    | label2id | finetuning_task | task_specific_params | tf_legacy_loss | .*_token_ids? | do_sample
-    | early_stopping | (min|max)_length | max_new_tokens | num_beams | num_beam_groups | num_return_sequences
-    | (diversity|length|repetition)_penalty | temperature | top_k | top_p | typical_p
-    | (encoder_)?no_repeat_ngram_size | bad_words_ids | (begin_)?suppress_tokens | remove_invalid_values | prefix
-    | exponential_decay_length_penalty""",
+_COMPARED = re.compile(
+    r"""(num|n)_.*heads? | n_head | (encoder|decoder)_attention_heads
+    | .*_act | .*activation | activation_function | .*eps | .*epsilon
+    | (use_)?sliding_window | attention_window | layer_types | position_embedding_type | alibi
+    | .*softcapping | .*_multiplier | query_pre_attn_scalar | logits?_scal(e|ing) | routed_scaling_factor
+    | scale_(embedding|attn_weights|attn_by_inverse_layer_idx) | num_experts_per_tok(en)? | norm_topk_prob
+    | parallel_attn | use_parallel_residual | apply_residual_connection_post_layernorm | do_layer_norm_before""",
     re.VERBOSE,
 )
-# None where they follow from others: some models and versions of transformers write down what follows
-_DERIVED = ("head_dim", "num_key_value_heads", "audio_vocab_size", "num_buckets", "num_ln_in_parallel_attn")
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")  # the first has the others in transformers 5
+_MAY_BE_NONE = re.compile("sliding_window|.*softcapping")  # for none; of all others it means what follows from the rest
+_KINDS = {"swish": "silu", "su": "longrope"}  # older names of functions and of rotations
 
 
 def config_of(module: nn.Module) -> dict[str, Any]:
@@ -55,66 +48,99 @@ def config_of(module: nn.Module) -> dict[str, Any]:
     if not found or not all(name.startswith(f"{found[0][0]}." if found[0][0] else "") for name, _ in found[1:]):
         return {}
     config: Any = found[0][1].config
-    return settings(msgspec.json.decode(config.to_json_string(use_diff=False), type=dict[str, Any]))  # as in files
-
-
-def check_config(folder: Location, ours: Mapping[str, Any]) -> None:
-    """Raise WeightsMismatch if the configuration in a checkpoint's folder, if there is one, is not that of a graph.
-
-    ours: the settings of the graph's model. Raises WeightFileError for a configuration that cannot be read.
-    """
-    if not ours or (raw := read_small(folder / CONFIG_NAME, _MOST)) is None:
-        return
     try:
-        theirs = settings(msgspec.json.decode(raw, type=dict[str, Any]))
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise WeightFileError(f"{folder / CONFIG_NAME}: is not a model's configuration ({error})") from error
-    if problems := list(config_problems(ours, theirs)):
-        raise WeightsMismatch(str(folder), problems, _ADVICE)
+        return settings(_decoded(config.to_json_string(use_diff=False)))
+    except (TypeError, ValueError):  # it has other objects
+        return {}
+
+
+def read_config(raw: bytes, where: str) -> dict[str, Any]:
+    """Return the settings in the content of a configuration's file. Raises WeightFileError."""
+    try:
+        return settings(_decoded(raw))
+    except (ValueError, RecursionError) as error:
+        raise WeightFileError(f"{where}: is not a model's configuration ({error})") from error
+
+
+def _decoded(text: str | bytes) -> dict[str, Any]:
+    """Decode JSON; numbers that JSON does not have are in it in two ways, by version. Raises ValueError."""
+    hook = lambda found: float(found["__float__"]) if found.keys() == {"__float__"} else found  # noqa: E731
+    config = json.loads(text, object_hook=hook)
+    if not isinstance(config, dict):
+        raise ValueError(f"expected an object, got a {type(config).__name__}")
+    return config
 
 
 def settings(config: Mapping[str, Any], depth: int = _DEEPEST) -> dict[str, Any]:
-    """Return the settings of a configuration on which outputs depend."""
-    found = {}
-    unused = ("sliding_window", "max_window_layers") if config.get("use_sliding_window") is False else ()
+    """Return the settings that are compared, with the model's type."""
+    found: dict[str, Any] = {}
     for name, value in config.items():
-        if name in _ROPE or name in unused or _WITHOUT_EFFECT.fullmatch(name):
-            continue
-        if not isinstance(value, dict):
-            found[name] = value
-        elif depth:
-            found[name] = settings(value, depth - 1)
-    return {**found, **_rope(config)}
+        if isinstance(value, dict):
+            inner = settings(value, depth - 1) if depth and name.endswith("config") else {}
+            found |= {name: inner} if inner else {}
+        elif name == "model_type" or (_COMPARED.fullmatch(name) and _is_plain(value)):
+            found[name] = _KINDS.get(value, value) if isinstance(value, str) else value
+    if config.get("use_sliding_window") is False:
+        found.pop("sliding_window", None)
+    if config.get("model_type") == "gemma":  # transformers takes this one, whatever the file says
+        found.pop("hidden_act", None)
+    return {**found, **_rotation(config)}
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how positions are rotated, as transformers 5 writes it."""
-    if not any(config.get(name) is not None for name in _ROPE):
-        return {}
+def _is_plain(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how positions are rotated, as transformers 5 writes it for all layers or for each kind."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     rope = {**rope} if isinstance(rope, dict) else {}
-    if any(isinstance(value, dict) for value in rope.values()):  # by the kinds of layers
-        return {"rope_parameters": rope}
-    if config.get("rope_theta") is not None:
-        rope.setdefault("rope_theta", config["rope_theta"])
-    kind = rope.pop("type", None)  # of older versions
-    return {"rope_parameters": {**rope, "rope_type": rope.get("rope_type") or kind or "default"}}
+    older = {
+        "rope_theta": config.get("rope_theta", config.get("rotary_emb_base")),
+        "partial_rotary_factor": config.get("partial_rotary_factor", config.get("rotary_pct")),
+    }
+    if isinstance(full := rope.get("full_attention"), dict):
+        sliding = rope.get("sliding_attention")
+        local = sliding.get("rope_theta") if isinstance(sliding, dict) else None
+        rope = {**full}
+    else:
+        local = config.get("rope_local_base_freq")
+        rope = {**{name: value for name, value in older.items() if value is not None}, **rope}
+    if not rope:
+        return {}
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope = {name: value for name, value in rope.items() if isinstance(value, int | float | list) and name != "type"}
+    return {"rope": {**rope, "rope_type": _KINDS.get(kind, kind), **({"local_rope_theta": local} if local else {})}}
 
 
-def config_problems(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield how settings differ from those of a graph. One that only one of both has is a default of the other; a list
-    and its only value may say the same."""
+def config_problems(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return how settings differ from those of a graph's model. Those of a part are compared with that part's."""
+    part = _of_type(ours.get("model_type"), theirs)
+    return [f"configuration: {text}" for text in _differences(ours, part)] if part is not None else []
+
+
+def _of_type(kind: object, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    if config.get("model_type", kind) == kind:
+        return config
+    parts = (_of_type(kind, part) for part in config.values() if isinstance(part, dict) and "model_type" in part)
+    return next((part for part in parts if part is not None), None)
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str = "") -> Iterator[str]:
     for name, value in ours.items():
-        if name not in theirs:
+        if name not in theirs:  # a default, which other versions do not write down
             continue
         found = theirs[name]
         if isinstance(value, dict) and isinstance(found, dict):
-            yield from config_problems(value, found, f"{path}{name}.")
-        elif value != found and not _may_be_same(name, value, found):
-            yield f"{CONFIG_NAME}: {path}{name}: {value!r:.80} in the graph, {found!r:.80} of these weights"
+            yield from _differences(value, found, f"{path}{name}.")
+        elif not _is_same(name, value, found):
+            yield f"{path}{name}: {value!r:.80} in the graph, {found!r:.80} of these weights"
 
 
-def _may_be_same(name: str, value: object, found: object) -> bool:
+def _is_same(name: str, value: object, found: object) -> bool:
     if value is None or found is None:
-        return name in _DERIVED
-    return isinstance(value, list | dict) != isinstance(found, list | dict)
+        return value is found or not _MAY_BE_NONE.fullmatch(name)
+    several, single = (value, found) if isinstance(value, list) else (found, value)
+    if isinstance(several, list) and not isinstance(single, list):  # one for each layer
+        return all(each == single for each in several)
+    return value == found

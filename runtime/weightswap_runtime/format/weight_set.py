@@ -27,6 +27,7 @@ from weightswap_runtime.sources.writing import is_file
 from weightswap_runtime.tensors import DTYPES, describe, row_major
 
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME
+from .model_config import CONFIG_NAME, MOST_CONFIG
 from .safetensors import MAX_HEADER, FileTensor, Stamp, WeightFile, holds_goldens
 
 SUFFIX = ".safetensors"
@@ -65,14 +66,14 @@ class WeightSet:
     where: what messages and receipts call it. location: of the file or the index; None for weights that are in no file,
     which nobody can read again. stamp: what weightswap wrote into the file; None for several files. metadata: of the
     file; empty for several. advice: what to do if the tensors are not those that are wanted; empty if nothing special.
-    folder: that was given to be opened, if one was.
+    config: content of the configuration of a transformers model beside it, if a folder was given.
     """
 
     location: Location | None = None
     advice = ""
     stamp: Stamp | None = None
     metadata: Mapping[str, str] = MappingProxyType({})
-    folder: Location | None = None
+    config: bytes | None = None
 
     def __init__(self, where: str, tensors: Mapping[str, StoredTensor], sources: Iterable[ByteSource]) -> None:
         self.where, self.tensors, self.sources = where, tensors, tuple(sources)
@@ -157,7 +158,8 @@ def open_weights(
         chosen = _choose(location, names)
         check_no_peft(location, names, chosen)
         weights = _open_file(location / chosen, check, most_header)
-    weights.folder = location
+    if CONFIG_NAME in names:
+        weights.config = read_small(location / CONFIG_NAME, MOST_CONFIG, check)
     return weights
 
 
@@ -201,7 +203,7 @@ def _remote_names(url: Url, check: Check | None) -> list[str] | None:
         return None
     from weightswap_runtime.sources.urls import list_names  # needs fsspec
 
-    return list_names(url, (_SINGLE_NAME, _INDEX_NAME, PEFT_CONFIG_NAME), check)
+    return list_names(url, (_SINGLE_NAME, _INDEX_NAME, PEFT_CONFIG_NAME, CONFIG_NAME), check)
 
 
 def _choose(path: Location, names: Sequence[str]) -> str:

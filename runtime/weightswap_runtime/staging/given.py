@@ -40,7 +40,7 @@ MEMORY = "memory"  # what messages and receipts call these weights, a module's w
 _PLAIN = "Give plain tensors by name."
 OTHER_CONSTANTS = (
     "A server computes with the artifact's: export this model, or register what checkpoints set as a persistent "
-    "buffer, and export again."
+    "buffer, and export again. If they change nothing in what it computes, give the module's state dict."
 )
 
 
@@ -330,8 +330,10 @@ def constant_problems(module: nn.Module, artifact: Artifact) -> list[str]:
             problems += [f"{text}{said}"] if said else []
         elif has_fractions(found.dtype) and not np.array_equal(as_float64(found), as_float64(expected), equal_nan=True):
             rounded.append(f"{text}: expected {describe(expected)}, found other values in {found.dtype}")
-    problems += config_problems(artifact.manifest.config, config_of(module))
-    return problems + (rounded if rounded and not _is_cast(module, artifact) else [])
+    problems += rounded if rounded and not _is_cast(module, artifact) else []
+    if config := artifact.manifest.config:
+        problems += config_problems(config, config_of(module))
+    return problems
 
 
 def _is_cast(module: nn.Module, artifact: Artifact) -> bool:

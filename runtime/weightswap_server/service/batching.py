@@ -19,7 +19,7 @@ from weightswap_runtime.live.variants import Choice
 from weightswap_runtime.model.served import ServedModel, choice_of
 from weightswap_runtime.tensors import TensorBytes
 from weightswap_server.canary import Canary
-from weightswap_server.errors import BadRequest, NotReady, Overloaded, UnknownModel, is_foreseen
+from weightswap_server.errors import NotInJson, NotReady, Overloaded, UnknownModel, is_foreseen
 from weightswap_server.methods import Flat, Outputs, ServedMethod
 from weightswap_server.protocol import Answer, json_problem, write_variants
 
@@ -232,7 +232,8 @@ class ModelThread:
         try:
             answers = self._run_calls(calls)
         except BaseException as error:
-            if (canary := calls[0].canary) is None:
+            canary = calls[0].canary
+            if canary is None or (len(calls) > 1 and isinstance(error, NotInJson)):  # `_answer` tries each by itself
                 raise
             for call in calls:
                 call.canary = None
@@ -248,7 +249,7 @@ class ModelThread:
         is_of_canary = True
         try:
             answers = self._answers(calls)
-            is_of_canary = not isinstance(error, BadRequest) or not _problem(calls, answers)
+            is_of_canary = not isinstance(error, NotInJson) or not _problem(calls, answers)
             return answers
         except BaseException as refused:
             is_of_canary = not is_foreseen(refused)
@@ -262,7 +263,7 @@ class ModelThread:
         if (canary := calls[0].canary) is not None:
             answers = _call(canary.staged, calls, choice, None, canary.weights_id)
             if problem := _problem(calls, answers):
-                raise BadRequest(problem)  # which its client shall not see
+                raise NotInJson(problem)  # which its client shall not see
             return answers
         with self._model.pin() as pinned:
             if calls[0].version not in ("", str(pinned.generation)):
