@@ -107,6 +107,7 @@ def main() -> int:
     for old in (summary_path, timeline_path):
         old.unlink(missing_ok=True)
     signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what they start in the background
     try:
         with _played(options, started) as outcome:
             draw_timeline(timeline_path, outcome.ledger, f"weightswap: live swaps, residency {options.residency}")

@@ -97,6 +97,8 @@ class Story:
         last = self._options.epochs
         for epoch in range(last + 1):
             packed = self._pack(epoch, artifact)
+            if epoch:  # a server that starts slowly would find several, and replace them before anyone has asked
+                self._until(self._has_answered, f"answer with epoch {epoch - 1}")
             self._deliver(epoch)
         self._until(lambda: len(self._ledger.generations) == last + 1, "commit of the last checkpoint")
         self._serve_on(self._options.pace)
@@ -171,7 +173,11 @@ class Story:
 
     def _serve_on(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        self._until(lambda: time.monotonic() >= end, "end of a pause", seconds)
+        self._until(lambda: time.monotonic() >= end and self._has_answered(), "end of a pause", seconds)
+
+    def _has_answered(self) -> bool:
+        """Return whether the weights that came last have answered a request."""
+        return bool(self._ledger.generations) and bool(self._ledger.generations[-1].samples)
 
     def _stop(self) -> dict[str, Any]:
         self._children.send("server", "stop")

@@ -20,6 +20,7 @@ import numpy as np
 from tests.fuzzing.subjects import Readers
 from tests.support.varied import small_blocks
 from weightswap_runtime import WeightswapError
+from weightswap_runtime.format import model_config
 from weightswap_runtime.format.canonical import canonical_order, pack_ranges, render_header
 from weightswap_runtime.format.context_file import ContextStamp, read_context
 from weightswap_runtime.format.delta import DELTA_KEY
@@ -168,6 +169,7 @@ def readers(folder: File) -> Iterator[Reader]:
     yield _context(folder, manifest)
     config = {"peft_type": "LORA", "r": 4, "target_modules": ["a"], "rank_pattern": {"a": 4}, "alpha_pattern": {"b": 2}}
     yield Reader("config", _written(folder / PEFT_CONFIG_NAME, lambda: read_config(folder)), _of(config))
+    yield _model_config()
     method = ServedMethod(model, "forward")
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1.0, 2.0, 3.0], "parameters": {"a": 1}}
     call = {"id": "", "inputs": [tensor], "outputs": [{"name": "output", "parameters": {}}], "parameters": {"a": ""}}
@@ -195,6 +197,18 @@ def _written(path: File, read: Callable[[], object]) -> Callable[[bytes], object
         return read()
 
     return write
+
+
+def _model_config() -> Reader:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "factors": [1.0]}
+    document = {"model_type": "a", "hidden_act": "silu", "rms_norm_eps": 1e-6, "layer_types": ["a"]}
+    document |= {"rope_parameters": rope, "text_config": {"model_type": "a", "num_heads": 4}, "n": {"__float__": "inf"}}
+    ours = model_config.read_config(json.dumps(document).encode(), "ours")
+
+    def compare(raw: bytes) -> object:
+        return model_config.config_problems(ours, model_config.read_config(raw, "theirs"))
+
+    return Reader("model config", compare, _of(document))
 
 
 def _goldens(folder: File, manifest: Any) -> Reader:

@@ -7,12 +7,13 @@ are known to change outputs, and no others: files have all kinds, and fine-tunin
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from weightswap_runtime.errors import WeightFileError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 CONFIG_NAME = "config.json"  # of transformers' save_pretrained
-MOST_CONFIG = 4 << 20  # bytes of that file: 20,000 labels take 2 MB
+MOST_CONFIG = 16 << 20  # bytes of that file: 20,000 labels take 2 MB
 CONFIG_ADVICE = (
     "Export the model that these weights belong to. Where these settings change nothing in what it computes, give the "
     "weights without the configuration: the path of a file in the folder, or the state dict of a module."
@@ -35,6 +36,12 @@ _COMPARED = re.compile(
     | parallel_attn | use_parallel_residual | apply_residual_connection_post_layernorm | do_layer_norm_before""",
     re.VERBOSE,
 )
+_NEEDED = (
+    *("model_type", "rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
+    *("rotary_emb_base", "rotary_pct", "partial_rotary_factor"),
+)
+_MOST_VALUE, _MOST_NAME = 64 << 10, 100  # bytes, letters
+_NO_NUMBERS = re.compile(rb"(?<=[\s:,\[])(-?Infinity|NaN)(?=[\s,\]}])")  # in files of transformers 4; JSON has none
 _MAY_BE_NONE = re.compile("sliding_window|.*softcapping")  # for none; of all others it means what follows from the rest
 _KINDS = {"swish": "silu", "su": "longrope"}  # older names of functions and of rotations
 
@@ -49,26 +56,30 @@ def config_of(module: nn.Module) -> dict[str, Any]:
         return {}
     config: Any = found[0][1].config
     try:
-        return settings(_decoded(config.to_json_string(use_diff=False)))
+        text = config.to_json_string(use_diff=False)
     except (TypeError, ValueError):  # it has other objects
         return {}
+    return read_config(text.encode(), type(module).__qualname__)
 
 
 def read_config(raw: bytes, where: str) -> dict[str, Any]:
     """Return the settings in the content of a configuration's file. Raises WeightFileError."""
     try:
-        return settings(_decoded(raw))
+        return settings(_decoded(_NO_NUMBERS.sub(b"null", raw)))
     except (ValueError, RecursionError) as error:
         raise WeightFileError(f"{where}: is not a model's configuration ({error})") from error
 
 
-def _decoded(text: str | bytes) -> dict[str, Any]:
-    """Decode JSON; numbers that JSON does not have are in it in two ways, by version. Raises ValueError."""
-    hook = lambda found: float(found["__float__"]) if found.keys() == {"__float__"} else found  # noqa: E731
-    config = json.loads(text, object_hook=hook)
-    if not isinstance(config, dict):
-        raise ValueError(f"expected an object, got a {type(config).__name__}")
-    return config
+def _decoded(raw: bytes, depth: int = _DEEPEST) -> dict[str, Any]:
+    """Decode what may be compared, and nothing else: a file of 1 MB may have a million lists. Raises ValueError."""
+    found: dict[str, Any] = {}
+    for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+        text = bytes(value)
+        if name.endswith("config") and text.startswith(b"{"):
+            found |= {name: _decoded(text, depth - 1)} if depth else {}
+        elif len(text) <= _MOST_VALUE and len(name) <= _MOST_NAME and (name in _NEEDED or _COMPARED.fullmatch(name)):
+            found[name] = msgspec.json.decode(text)
+    return found
 
 
 def settings(config: Mapping[str, Any], depth: int = _DEEPEST) -> dict[str, Any]:
@@ -108,9 +119,10 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
         rope = {**{name: value for name, value in older.items() if value is not None}, **rope}
     if not rope:
         return {}
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    rope = {name: value for name, value in rope.items() if isinstance(value, int | float | list) and name != "type"}
-    return {"rope": {**rope, "rope_type": _KINDS.get(kind, kind), **({"local_rope_theta": local} if local else {})}}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    numbers = {name: value for name, value in rope.items() if isinstance(value, int | float | list)}
+    numbers |= {"local_rope_theta": local} if isinstance(local, int | float) else {}
+    return {"rope": {**numbers, "rope_type": _KINDS.get(kind, kind) if isinstance(kind, str) else ""}}
 
 
 def config_problems(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
