@@ -157,7 +157,7 @@ def test_a_configuration_that_is_none_is_refused_and_none_is_needed(model: Model
         (folder / "config.json").write_bytes(content)
         with pytest.raises(WeightFileError, match="is not a model's configuration"):
             model.swap(folder)
-    labels = {number: "x" * 60 for number in range(20_000)}
+    labels = dict.fromkeys(range(20000), "x" * 60)
     for content in (
         '{"limits": [0.0, Infinity, -Infinity, NaN]}',
         json.dumps({"id2label": labels, "rms_norm_eps": 1e-6}),
