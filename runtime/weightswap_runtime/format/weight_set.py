@@ -152,14 +152,14 @@ def open_weights(
     names = local_names(location) if isinstance(location, Path) else _remote_names(location, check)
     if names is None:
         return _open_file(location, check, most_header)
+    config = read_small(location / CONFIG_NAME, MOST_CONFIG, check) if CONFIG_NAME in names else None
     if parts := _parts_among(names):
         weights = _open_parts(location, parts, check, most_header)
     else:
         chosen = _choose(location, names)
         check_no_peft(location, names, chosen)
         weights = _open_file(location / chosen, check, most_header)
-    if CONFIG_NAME in names:
-        weights.config = read_small(location / CONFIG_NAME, MOST_CONFIG, check)
+    weights.config = config
     return weights
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.runtime.sources.remote.answers import DATA_START
 from tests.runtime.sources.remote.contents import random_values, read_all, sharded, unstamped
 from tests.support.servers import Bucket, S3Bucket, WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import Model, WeightFileError, load, read_weights
+from weightswap_runtime import Model, WeightFileError, WeightsMismatch, load, read_weights
 from weightswap_runtime.sources import remote as objects
 from weightswap_runtime.sources.opening import read_small
 
@@ -36,6 +37,25 @@ def test_directories_of_other_file_systems_are_listed(
     bucket.put("hub/model.safetensors", weight_file(3).read_bytes())
     model.swap(bucket.url(folder))
     assert serves(model, 3)
+
+
+def test_a_configuration_beside_them_is_compared(
+    tiny: TinyArtifact, weight_file: WriteWeights, server: WebServer, bucket: Bucket, tmp_path: Path
+) -> None:
+    artifact = shutil.copytree(tiny.path, tmp_path / "of_transformers.artifact")
+    manifest = json.loads((artifact / "manifest.json").read_text())
+    (artifact / "manifest.json").write_text(json.dumps(manifest | {"config": {"num_heads": 4}}))
+    places = {f"{server.url}/hub/": lambda name, data: server.put(name.replace(" ", "%20"), data)}
+    for place, put in (places | {bucket.url("hub"): bucket.put}).items():
+        model = load(artifact, weight_file(1))
+        sharded(tiny, put)
+        put("hub/config.json", b'{"num_heads": 8}')
+        with pytest.raises(WeightsMismatch, match="num_heads: 4 in the graph, 8 of these weights"):
+            model.swap(place)
+        assert serves(model, 1)
+        put("hub/config.json", b'{"num_heads": 4}')
+        model.swap(place)
+        assert serves(model, 2)
 
 
 @pytest.mark.parametrize("folder", ["step", "step/"])
