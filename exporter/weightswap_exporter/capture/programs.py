@@ -24,7 +24,6 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -305,6 +304,8 @@ def is_plain(program: ExportedProgram) -> bool:
 
     Operators may be in regions with a gradient or autocast mode.
     """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # imports sympy, which packing does without
+
     return all(
         node.target in _REGIONS or (isinstance(node.target, OpOverload) and not node.target._schema.is_mutable)
         for module in graphs(program)

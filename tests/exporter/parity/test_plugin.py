@@ -39,7 +39,7 @@ def artifact(model, tmp_path):
 def test_net(model, artifact, assert_parity):
     report = assert_parity(model, artifact)
     assert [each.engine for each in report.engines] == ["torch"]
-    assert len(report.engines[0].cases) == 4
+    assert len(report.engines[0].cases) == 6  # sizes, those at the ends of their ranges, and signs
 
 def test_wrong_weights(model, artifact, assert_parity, tmp_path):
     weights = pack(model, artifact, out=tmp_path / "v.safetensors").path
