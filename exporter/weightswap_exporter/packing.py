@@ -36,13 +36,7 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.format.canonical import StampedFile, canonical_order, new_weight_file
 from weightswap_runtime.format.identity import Counts, Nonfinite, count_nonfinite, newly_nonfinite
 from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, NamedTensor
-from weightswap_runtime.format.model_config import (
-    CONFIG_ADVICE,
-    CONFIG_NAME,
-    MOST_CONFIG,
-    config_problems,
-    read_config,
-)
+from weightswap_runtime.format.model_config import CONFIG_NAME, MOST_CONFIG, check_config
 from weightswap_runtime.format.names import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key, patterns, tied_names
 from weightswap_runtime.format.safetensors import TensorRow, label_problem
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
@@ -157,7 +151,8 @@ def pack(
     with opening as checkpoint:
         _check_graph(checkpoint, opened)
         if isinstance(source, str | os.PathLike) and not checkpoint.graph_id and Path(source).is_dir():
-            _check_config(Path(source) / CONFIG_NAME, opened)
+            raw = read_small(Path(source) / CONFIG_NAME, MOST_CONFIG)
+            check_config(raw, opened.manifest.config, str(source))
         recording = record_from()
         if isinstance(eager, nn.Module):
             check_constants(unwrapped(eager), opened)
@@ -277,15 +272,6 @@ def _check_graph(checkpoint: Checkpoint, artifact: Artifact) -> None:
             f"{expected[:12]}, which may compute its weights in another way. Pack the checkpoint that it was made of, "
             "or the model"
         )
-
-
-def _check_config(path: Path, artifact: Artifact) -> None:
-    """Raise WeightsMismatch if a transformers model's configuration is not that of the artifact's."""
-    ours = artifact.manifest.config
-    if not ours or (raw := read_small(path, MOST_CONFIG)) is None:
-        return
-    if problems := config_problems(ours, read_config(raw, str(path))):
-        raise WeightsMismatch(str(path), problems, CONFIG_ADVICE)
 
 
 def check_constants(model: nn.Module, artifact: Artifact) -> None:

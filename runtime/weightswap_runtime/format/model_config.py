@@ -7,7 +7,6 @@ are known to change outputs, and no others: files have all kinds, and fine-tunin
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weightswap_runtime.errors import WeightFileError
+from weightswap_runtime.errors import WeightFileError, WeightsMismatch
 
 if TYPE_CHECKING:
     from torch import nn
 
 CONFIG_NAME = "config.json"  # of transformers' save_pretrained
 MOST_CONFIG = 16 << 20  # bytes of that file: 20,000 labels take 2 MB
-CONFIG_ADVICE = (
+_ADVICE = (
     "Export the model that these weights belong to. Where these settings change nothing in what it computes, give the "
     "weights without the configuration: the path of a file in the folder, or the state dict of a module."
 )
@@ -36,8 +35,8 @@ _COMPARED = re.compile(
     | parallel_attn | use_parallel_residual | apply_residual_connection_post_layernorm | do_layer_norm_before""",
     re.VERBOSE,
 )
-_NEEDED = (
-    *("model_type", "rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
+_ROTATION = (
+    *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
     *("rotary_emb_base", "rotary_pct", "partial_rotary_factor"),
 )
 _MOST_VALUE, _MOST_NAME = 64 << 10, 100  # bytes, letters
@@ -62,44 +61,45 @@ def config_of(module: nn.Module) -> dict[str, Any]:
     return read_config(text.encode(), type(module).__qualname__)
 
 
+def check_config(raw: bytes | None, ours: Mapping[str, Any], where: str) -> None:
+    """Raise WeightsMismatch if the configuration beside weights is not that of a graph's model.
+
+    raw: the content of its file; None if there is none. ours: the settings of the graph's model; empty if it is none of
+    transformers. Raises WeightFileError for what is no configuration.
+    """
+    if raw is not None and ours and (problems := config_problems(ours, read_config(raw, f"{where}: {CONFIG_NAME}"))):
+        raise WeightsMismatch(where, problems, _ADVICE)
+
+
 def read_config(raw: bytes, where: str) -> dict[str, Any]:
     """Return the settings in the content of a configuration's file. Raises WeightFileError."""
     try:
-        return settings(_decoded(_NO_NUMBERS.sub(b"null", raw)))
+        return _settings(_NO_NUMBERS.sub(b"null", raw), _DEEPEST)
     except (ValueError, RecursionError) as error:
         raise WeightFileError(f"{where}: is not a model's configuration ({error})") from error
 
 
-def _decoded(raw: bytes, depth: int = _DEEPEST) -> dict[str, Any]:
-    """Decode what may be compared, and nothing else: a file of 1 MB may have a million lists. Raises ValueError."""
+def _settings(raw: bytes, depth: int) -> dict[str, Any]:
+    """Return the settings that are compared, with the model's type. Nothing else is decoded: a file of 1 MB may have a
+    million lists. Raises ValueError."""
     found: dict[str, Any] = {}
+    rotation: dict[str, Any] = {}
     for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
         text = bytes(value)
         if name.endswith("config") and text.startswith(b"{"):
-            found |= {name: _decoded(text, depth - 1)} if depth else {}
-        elif len(text) <= _MOST_VALUE and len(name) <= _MOST_NAME and (name in _NEEDED or _COMPARED.fullmatch(name)):
-            found[name] = msgspec.json.decode(text)
-    return found
-
-
-def settings(config: Mapping[str, Any], depth: int = _DEEPEST) -> dict[str, Any]:
-    """Return the settings that are compared, with the model's type."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            inner = settings(value, depth - 1) if depth and name.endswith("config") else {}
-            found |= {name: inner} if inner else {}
-        elif name == "model_type" or (_COMPARED.fullmatch(name) and _is_plain(value)):
-            found[name] = _KINDS.get(value, value) if isinstance(value, str) else value
-    if config.get("use_sliding_window") is False:
+            found |= {name: _settings(text, depth - 1)} if depth else {}
+        elif len(text) > _MOST_VALUE or len(name) > _MOST_NAME:
+            continue
+        elif name in _ROTATION:
+            rotation[name] = msgspec.json.decode(text)
+        elif name == "model_type" or _COMPARED.fullmatch(name):
+            content = msgspec.json.decode(text)
+            found[name] = _KINDS.get(content, content) if isinstance(content, str) else content
+    if found.get("use_sliding_window") is False:
         found.pop("sliding_window", None)
-    if config.get("model_type") == "gemma":  # transformers takes this one, whatever the file says
+    if found.get("model_type") == "gemma":  # transformers takes this one, whatever the file says
         found.pop("hidden_act", None)
-    return {**found, **_rotation(config)}
-
-
-def _is_plain(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
+    return {**found, **_rotation(rotation)}
 
 
 def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from weightswap_runtime.format.cuts import Share
 from weightswap_runtime.format.delta import delta_stamp
 from weightswap_runtime.format.identity import Counts, Identity, identify
 from weightswap_runtime.format.manifest import Manifest
-from weightswap_runtime.format.model_config import CONFIG_ADVICE, CONFIG_NAME, config_problems, read_config
+from weightswap_runtime.format.model_config import check_config
 from weightswap_runtime.format.names import NAMES, Match, ignored_names, part_of, patterns, resolve, select, tied_names
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.jobs import Job
@@ -103,16 +103,8 @@ def plan(
         if not request.only and stamp.graph_id == manifest.packed_for:
             check_expected(stamp.weights_id, weights.where, request)
     else:
-        _check_config(weights, manifest)
+        check_config(weights.config, manifest.config, weights.where)
     return Plan(weights, match, part, shares, ignored if request.only else (*match.ignored, *ignored))
-
-
-def _check_config(weights: WeightSet, manifest: Manifest) -> None:
-    """Raise WeightsMismatch if the configuration beside weights is not that of the graph's model."""
-    if weights.config is not None and manifest.config:
-        theirs = read_config(weights.config, f"{weights.where}: {CONFIG_NAME} beside it")
-        if problems := config_problems(manifest.config, theirs):
-            raise WeightsMismatch(weights.where, problems, CONFIG_ADVICE)
 
 
 def stage_full(planned: Plan, arena: Arena, staging: Staging) -> tuple[Identity, StagingReport]:

@@ -249,7 +249,7 @@ class ModelThread:
         is_of_canary = True
         try:
             answers = self._answers(calls)
-            is_of_canary = not isinstance(error, NotInJson) or not _problem(calls, answers)
+            is_of_canary = not isinstance(error, NotInJson) or not _json_problem(calls, answers)
             return answers
         except BaseException as refused:
             is_of_canary = not is_foreseen(refused)
@@ -262,7 +262,7 @@ class ModelThread:
         choice = choice_of(self._model, calls[0].variants) if calls[0].variants else None
         if (canary := calls[0].canary) is not None:
             answers = _call(canary.staged, calls, choice, None, canary.weights_id)
-            if problem := _problem(calls, answers):
+            if problem := _json_problem(calls, answers):
                 raise NotInJson(problem)  # which its client shall not see
             return answers
         with self._model.pin() as pinned:
@@ -294,7 +294,7 @@ def _call(
     return [Answer(part, generation, weights_id, variant) for part in parts]
 
 
-def _problem(calls: Sequence[Call], answers: Sequence[Answer]) -> str:
+def _json_problem(calls: Sequence[Call], answers: Sequence[Answer]) -> str:
     """Return why an answer cannot be written in JSON, if its client wants that; else empty."""
     contents = ((call.in_json, dict(answer.outputs)) for call, answer in zip(calls, answers, strict=True))
     return next(

@@ -13,7 +13,7 @@ from torch import nn
 
 from weightswap_exporter import export, pack
 from weightswap_runtime import CheckpointError, Model, WeightFileError, WeightsMismatch, load
-from weightswap_runtime.format.model_config import config_problems, settings
+from weightswap_runtime.format.model_config import config_problems, read_config
 
 transformers = pytest.importorskip("transformers")
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
@@ -34,6 +34,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "rope.rope_type": {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}},
 }
 SAME: dict[str, Any] = {"attention_dropout": 0.1, "eos_token_id": 7, "use_cache": False, "unsloth_version": "2024.9"}
+
+
+def settings_of(config: dict[str, Any]) -> dict[str, Any]:
+    return read_config(json.dumps(config).encode(), "theirs")
 
 
 class Wrapper(nn.Module):
@@ -123,8 +127,8 @@ def test_positions_are_compared_in_the_words_of_older_versions(model: Model, tmp
 
 def against(kind: str, **others: Any) -> list[str]:
     """Return what a configuration has against that of a model of this type with the default settings."""
-    ours = settings(json.loads(transformers.CONFIG_MAPPING[kind]().to_json_string(use_diff=False)))
-    return config_problems(ours, settings({"model_type": kind, **others}))
+    ours = read_config(transformers.CONFIG_MAPPING[kind]().to_json_string(use_diff=False).encode(), "ours")
+    return config_problems(ours, settings_of({"model_type": kind, **others}))
 
 
 def test_settings_are_compared_under_their_older_names_too() -> None:
@@ -139,9 +143,9 @@ def test_settings_are_compared_under_their_older_names_too() -> None:
 def test_a_part_is_compared_with_that_part() -> None:
     text, other = ({"model_type": "gemma3_text", "num_attention_heads": heads} for heads in (8, 4))
     whole = {"model_type": "gemma3", "num_attention_heads": 1}
-    assert config_problems(settings(text), settings(whole | {"text_config": text})) == []
-    assert len(config_problems(settings(text), settings(whole | {"text_config": other}))) == 1
-    assert config_problems(settings(text), settings(whole)) == []
+    assert config_problems(settings_of(text), settings_of(whole | {"text_config": text})) == []
+    assert len(config_problems(settings_of(text), settings_of(whole | {"text_config": other}))) == 1
+    assert config_problems(settings_of(text), settings_of(whole)) == []
 
 
 def test_a_model_whose_configuration_is_no_json_is_taken(model: Model) -> None:
@@ -220,8 +224,8 @@ OLDER: list[dict[str, Any]] = [
 @pytest.mark.parametrize("raw", OLDER, ids=lambda raw: raw["model_type"])
 def test_a_model_that_is_built_from_an_older_configuration_does_not_contradict_it(raw: dict[str, Any]) -> None:
     config = transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
-    ours = settings(json.loads(config.to_json_string(use_diff=False)))
-    assert config_problems(ours, settings(raw)) == []
+    ours = read_config(config.to_json_string(use_diff=False).encode(), "ours")
+    assert config_problems(ours, settings_of(raw)) == []
     assert ours
 
 
@@ -242,7 +246,7 @@ def test_no_model_that_transformers_ships_contradicts_its_own_files() -> None:
         "vit",
     ):
         config = transformers.CONFIG_MAPPING[name]()
-        every, written = (settings(json.loads(config.to_json_string(use_diff=diff))) for diff in (False, True))
+        every, written = (read_config(config.to_json_string(use_diff=diff).encode(), "it") for diff in (False, True))
         assert config_problems(every, written) == []
         tried += len(every)
     assert tried > 50
