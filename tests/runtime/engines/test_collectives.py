@@ -77,7 +77,7 @@ def test_none_is_left_out_or_moved_to_the_prologue() -> None:
     assert early.names == []
     names = ("broadcast", "all_gather_into_tensor", "all_reduce")
     assert late.names == [name for call in names for name in (call, "wait_tensor")]
-    assert torch.equal(found, x @ (weight.t() + 1))
+    torch.testing.assert_close(found, x @ (weight.t() + 1))  # torch's layout is another one: another order of sums
 
 
 @pytest.mark.usefixtures("_alone")
