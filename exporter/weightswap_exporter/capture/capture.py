@@ -22,6 +22,7 @@ from torch import nn
 from torch._export import config as export_config
 from torch.export import ExportedProgram
 from torch.export.dynamic_shapes import _combine_args, _tree_map_with_path
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from weightswap_exporter.modules.tensors import ModelView, is_composed, key_paths, parts_of, put_together
@@ -29,7 +30,7 @@ from weightswap_runtime.errors import CaptureError, listed
 
 from .document_check import is_identifier
 from .lifted import settle_constants
-from .programs import arguments, graphs, inline_operators, mutated_buffers, rename_tensors
+from .programs import arguments, graph_inputs, graphs, inline_operators, memory, mutated_buffers, rename_tensors
 from .side_effects import (
     INSTEAD,
     SideEffects,
@@ -125,6 +126,7 @@ def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywor
             program = torch.export.export(root, args, kwargs, dynamic_shapes=shapes, strict=False)
         check_no_generator(program)
         _check_dense(program)
+        _check_offsets(program)
         settle_constants(program)
         if parts:
             _name_parts(program, parts)
@@ -210,6 +212,28 @@ def _check_dense(program: ExportedProgram) -> None:
             raise CaptureError(
                 f"{name} is a {value.layout} tensor, and an artifact has dense ones alone. Keep what it is made of: "
                 "the edges' indices and values, with index_add or scatter_add in the call; or keep it dense"
+            )
+
+
+def _check_offsets(program: ExportedProgram) -> None:
+    """Raise CaptureError where a call counts from the start of memory of which a weight is only a part.
+
+    Served weights begin where their memory does: the call would read other elements.
+    """
+    parts: dict[int, str | None] = {}
+    for node, spec in graph_inputs(program):
+        value = node.meta.get("val")
+        if spec.kind is not InputKind.USER_INPUT and isinstance(value, torch.Tensor) and value.storage_offset():
+            parts.update(dict.fromkeys(memory(value), spec.target))
+    for node in (node for module in graphs(program) for node in module.graph.nodes if parts):
+        if not getattr(node.target, "_opname", "").startswith("as_strided"):
+            continue
+        given = {argument.name: value for argument, value in arguments(node)}
+        if given["storage_offset"] is not None and (found := memory(given["self"].meta["val"]) & parts.keys()):
+            raise CaptureError(
+                f"{node.name}: as_strided(storage_offset=) counts from the start of the memory that "
+                f"{parts[found.pop()]!r} is a part of, and served weights have memory of their own. Leave it out and "
+                "slice the tensor before, or give the model a clone() of the part"
             )
 
 

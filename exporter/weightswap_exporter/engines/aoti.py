@@ -41,6 +41,12 @@ from torch.utils import _pytree as pytree
 
 from weightswap_exporter.capture.archive import method_program
 from weightswap_exporter.capture.programs import functionalised, is_plain
+from weightswap_exporter.engines.divisions import (
+    exact_floor,
+    exact_remainder,
+    is_floor_of_fractions,
+    is_remainder_of_fractions,
+)
 from weightswap_exporter.engines.index_bounds import indices_of
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.aoti import Library, target_of
@@ -85,6 +91,11 @@ _THREADED: Mapping[str, Any] = {"cpp.dynamic_threads": True}  # else the thread 
 _SERIAL: Mapping[str, Any] = {"cpp.dynamic_threads": False, "cpp.threads": 1}
 _ON_GPU: Mapping[str, Any] = {"aot_inductor.embed_kernel_binary": True}  # else kernels are files beside the library
 _aten = torch.ops.aten
+_BYTES = frozenset({torch.int8, torch.uint8})
+_EXTREMES = (
+    *(_aten.amax.default, _aten.amin.default, _aten.argmax.default, _aten.argmin.default),
+    *(_aten.max.default, _aten.max.dim, _aten.min.default, _aten.min.dim),
+)
 _MOST_INLINE = 2**17  # elements of a matrix; for a larger one the library's threads pay off
 _Lowering = Callable[..., Any]
 _FOLDER = "data/aotinductor/model"
@@ -183,8 +194,7 @@ def _flat_graph(where: str, program: ExportedProgram, method: Method, device: to
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)
     _name_constants(module)
-    if device.type == "cpu":
-        _adapt(module)
+    _adapt(module, on_cpu=device.type == "cpu")
     outputs = _flatten_outputs(module, leaves(method.signature.output))
     placeholders = list(module.graph.find_nodes(op="placeholder"))
     samples = []
@@ -229,13 +239,17 @@ def _name_constants(module: GraphModule) -> None:
             registered.add(node.target)
 
 
-def _adapt(module: GraphModule) -> None:
-    """Let operators refuse the indices that eager refuses, without ending the process."""
+def _adapt(module: GraphModule, *, on_cpu: bool) -> None:
+    """Let operators round as eager does and, on the CPU, refuse the same indices without ending the process."""
     for part in module.modules():
         if isinstance(part, GraphModule):
             for node in list(part.graph.nodes):
-                if found := indices_of(node):
+                if on_cpu and (found := indices_of(node)):
                     _check_indices(part.graph, node, *found)
+                elif is_remainder_of_fractions(node):
+                    exact_remainder(part.graph, node)
+                elif is_floor_of_fractions(node):
+                    exact_floor(part.graph, node)
 
 
 def _check_indices(graph: torch.fx.Graph, node: Node, table: Node, dimension: int, position: int) -> None:
@@ -447,7 +461,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
-# Lowerings on the CPU: products of one row, as in the decoding of tokens, without calls of a library.
+# Lowerings on the CPU: extremes of bytes, and products of one row, as in the decoding of tokens, without a library.
 
 
 def _cpu_lowerings() -> Mapping[Any, _Lowering]:
@@ -461,7 +475,27 @@ def _cpu_lowerings() -> Mapping[Any, _Lowering]:
             lowering.lowerings[_aten.addmm.default],
             lambda bias, row, matrix: _lowered(_aten.add.Tensor, bias, _product(row, matrix)),
         ),
+        **{operator: _widened(lowering.lowerings[operator]) for operator in _EXTREMES},
     }
+
+
+def _widened(extreme: _Lowering) -> _Lowering:
+    """Return a lowering that finds the extremes of bytes among 16-bit integers.
+
+    In generated code, the lanes of a vector of bytes that have no value yet are 0, which is less than each positive
+    byte (pytorch#191499).
+    """
+
+    def lowered(values: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = values.get_dtype()
+        if dtype not in _BYTES:
+            return extreme(values, *args, **kwargs)
+        found = extreme(lowering.to_dtype(values, torch.int16), *args, **kwargs)
+        return pytree.tree_map(
+            lambda each: lowering.to_dtype(each, dtype) if each.get_dtype() == torch.int16 else each, found
+        )
+
+    return lowered
 
 
 def _row_inline(library: _Lowering, inline: _Lowering) -> _Lowering:

@@ -33,6 +33,13 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from weightswap_exporter.capture.archive import method_program
 from weightswap_exporter.capture.programs import arguments, mutated_buffers
+from weightswap_exporter.engines.divisions import (
+    exact_floor,
+    exact_remainder,
+    is_floor_of_fractions,
+    is_remainder_of_fractions,
+    replace,
+)
 from weightswap_exporter.engines.index_bounds import indices_of
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.onnx_names import Names, element_of, onnx_names, output_dtypes
@@ -317,8 +324,8 @@ def _adapt_node(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         for applies, rewrite in (
             (_has_indices, _refuse_indices),
             (_rounds_integers, _exact_integers),
-            (_is_remainder_of_fractions, _exact_remainder),
-            (_is_floor_of_fractions, _exact_floor),
+            (is_remainder_of_fractions, exact_remainder),
+            (is_floor_of_fractions, exact_floor),
             (_orders_integers, _exact_order),
         ):
             if applies(node):
@@ -437,17 +444,7 @@ def _exact_integers(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         dividend, divisor = (_int64(graph, value) for value in node.args[:2])
         result = _rounded(graph, dividend, divisor, node.kwargs.get("rounding_mode"))
         result = graph.call_function(aten.to.dtype, (result, node.meta["val"].dtype))
-    _replace(graph, node, result)
-
-
-def _replace(graph: torch.fx.Graph, node: torch.fx.Node, result: torch.fx.Node) -> None:
-    """Let the result stand for an operator's, or be written to what it changes."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    if node.target._schema.is_mutable:
-        node.target, node.args, node.kwargs = torch.ops.aten.copy_.default, (node.args[0], result), {}
-    else:
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
+    replace(graph, node, result)
 
 
 def _rounded(graph: torch.fx.Graph, dividend: torch.fx.Node, divisor: torch.fx.Node, mode: object) -> torch.fx.Node:
@@ -464,75 +461,6 @@ def _rounded(graph: torch.fx.Graph, dividend: torch.fx.Node, divisor: torch.fx.N
         return graph.call_function(aten.add.Tensor, (floor, _int64(graph, away)))
     fmod = graph.call_function(aten.sub.Tensor, (remainder, divisor))
     return graph.call_function(aten.where.self, (away, fmod, remainder))
-
-
-def _is_remainder_of_fractions(node: torch.fx.Node) -> bool:
-    """Return whether the node is `a % b` of floats, which torch translates with a quotient that loses digits."""
-    names = ("aten::remainder", "aten::remainder_")
-    is_remainder = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in names
-    return is_remainder and node.meta["val"].dtype.is_floating_point
-
-
-def _exact_remainder(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Rewrite the node with `fmod`, whose sign is the dividend's, as eager computes it."""
-    aten = torch.ops.aten
-    with graph.inserting_before(node):
-        _, divisor, fmod, away = _divided(graph, node)
-        result = graph.call_function(
-            aten.where.self, (away, graph.call_function(aten.add.Tensor, (fmod, divisor)), fmod)
-        )
-        result = graph.call_function(aten.to.dtype, (result, node.meta["val"].dtype))
-    _replace(graph, node, result)
-
-
-def _is_floor_of_fractions(node: torch.fx.Node) -> bool:
-    """Return whether the node is `a // b` of floats, which torch translates by rounding a quotient that is rounded."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    name = node.target._schema.name.removesuffix("_")
-    floors = name == "aten::floor_divide" or (name == "aten::div" and node.kwargs.get("rounding_mode") == "floor")
-    return bool(floors and node.meta["val"].dtype.is_floating_point)
-
-
-def _exact_floor(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Rewrite the node as eager computes it: ATen's `div_floor_floating`, which rounds what the remainder leaves."""
-    aten, call, dtype = torch.ops.aten, graph.call_function, node.meta["val"].dtype
-    with graph.inserting_before(node):
-        dividend, divisor, fmod, away = _divided(graph, node)
-        quotient = call(aten.div.Tensor, (call(aten.sub.Tensor, (dividend, fmod)), divisor))
-        lower = call(aten.where.self, (away, call(aten.sub.Scalar, (quotient, 1.0)), quotient))
-        floor = call(aten.floor.default, (lower,))
-        above = call(aten.gt.Scalar, (call(aten.sub.Tensor, (lower, floor)), 0.5))
-        nearest = call(aten.where.self, (above, call(aten.add.Scalar, (floor, 1.0)), floor))
-        by_zero = call(aten.eq.Scalar, (divisor, 0))
-        result = call(aten.where.self, (by_zero, call(aten.div.Tensor, (dividend, divisor)), nearest))
-        result = call(aten.to.dtype, (result, dtype))
-    _replace(graph, node, result)
-
-
-def _divided(
-    graph: torch.fx.Graph, node: torch.fx.Node
-) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node, torch.fx.Node]:
-    """Return dividend, divisor, their `fmod`, and whether the quotient, rounded to zero, is above the one rounded down,
-    all in the precision in which eager divides."""
-    aten = torch.ops.aten
-    dtype = node.meta["val"].dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    (shaped, *_) = (value for value in node.args[:2] if isinstance(value, torch.fx.Node))
-
-    def operand(value: Any) -> torch.fx.Node:
-        if isinstance(value, torch.fx.Node):
-            rounded = graph.call_function(aten.to.dtype, (value, dtype))
-        else:
-            rounded = graph.call_function(aten.full_like.default, (shaped, value), {"dtype": dtype})
-        return graph.call_function(aten.to.dtype, (rounded, wide))
-
-    dividend, divisor = map(operand, node.args[:2])
-    fmod = graph.call_function(aten.fmod.Tensor, (dividend, divisor))
-    negative = tuple(graph.call_function(aten.lt.Scalar, (value, 0)) for value in (fmod, divisor))
-    signs_differ = graph.call_function(aten.logical_xor.default, negative)
-    inexact = graph.call_function(aten.ne.Scalar, (fmod, 0))
-    return dividend, divisor, fmod, graph.call_function(aten.logical_and.default, (signs_differ, inexact))
 
 
 def _orders_integers(node: torch.fx.Node) -> bool:
@@ -579,7 +507,7 @@ def _exact_order(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
                 if bound is not None:
                     limit = _int64(graph, bound)
                     result = call(aten.where.self, (call(compare, (result, limit)), limit, result))
-    _replace(graph, node, result)
+    replace(graph, node, result)
 
 
 def _extreme(graph: torch.fx.Graph, values: torch.fx.Node, dim: int, name: str, *, keep: bool) -> torch.fx.Node:
