@@ -33,9 +33,9 @@ def exported(out: Path, engines: tuple[str, ...] = ("torch",)) -> Artifact:
     return export(model, methods=METHODS, out=out, goldens=GOLDENS, engines=engines)
 
 
-@pytest.fixture
-def artifact(tmp_path: Path) -> Artifact:
-    return exported(tmp_path / "m.artifact")
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return exported(tmp_path_factory.mktemp("inputs") / "m.artifact")
 
 
 def packed(artifact: Artifact, folder: Path, seed: int = 1, **options: object) -> Path:
@@ -121,13 +121,15 @@ def test_inputs_alone_cannot_be_compared(artifact: Artifact) -> None:
         (lambda document: document["cases"][2].update(outputs=["2.input.0"]), "expected 0 outputs, found 1"),
     ],
 )
-def test_contradictory_files_are_refused(change: Callable[[dict], None], says: str, artifact: Artifact) -> None:
+def test_contradictory_files_are_refused(
+    change: Callable[[dict], None], says: str, artifact: Artifact, tmp_path: Path
+) -> None:
     path = artifact.path / INPUTS_NAME
     with safetensors.safe_open(path, "pt") as opened:
         document = msgspec.json.decode(opened.metadata()[METADATA_KEY])
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     change(document)
-    broken = path.with_name("broken.safetensors")
+    broken = tmp_path / "broken.safetensors"
     safetensors.torch.save_file(tensors, broken, {METADATA_KEY: msgspec.json.encode(document).decode()})
     with pytest.raises(WeightFileError, match=says):
         open_goldens(broken, artifact.manifest)

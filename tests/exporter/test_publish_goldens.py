@@ -24,9 +24,9 @@ def build(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2)).eval()
 
 
-@pytest.fixture
-def artifact(tmp_path: Path) -> Artifact:
-    return export(build(0), (X,), out=tmp_path / "m.artifact")
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return export(build(0), (X,), out=tmp_path_factory.mktemp("published") / "m.artifact")
 
 
 def names(folder: Path) -> list[str]:

@@ -38,9 +38,9 @@ from weightswap_runtime import (
 X = torch.randint(0, 5_000, (8, 4), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture
-def artifact(tmp_path: Path) -> Artifact:
-    return export(Recommender().eval(), (X,), out=tmp_path / "recommender.artifact")
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return export(Recommender().eval(), (X,), out=tmp_path_factory.mktemp("recommender") / "recommender.artifact")
 
 
 class Training:

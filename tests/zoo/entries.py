@@ -341,6 +341,7 @@ ZOO = (
 
 # smaller ones of the same kind stand for them in the short run
 LARGER = {"t5", "clip", "lora", "gpt2", "llama", "llama-tied", "deberta-v2", "mamba", "whisper", "wav2vec2", "mixtral"}
+LARGER |= {"resnet"}  # batch-norm has its layers
 BY_NAME = {entry.name: entry for entry in ZOO}
 HUGGING_FACE = tuple(entry for entry in ZOO if entry.save is save_pretrained)
 

@@ -244,6 +244,7 @@ def test_a_filled_cache_is_refused_by_name(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", sorted(CACHES.keys() - {"buffer"}))
 @pytest.mark.filterwarnings("ignore:a call leaves tensors:UserWarning", "ignore:a call changes:UserWarning")
 def test_the_advice_leads_to_right_numbers(name: str, tmp_path: Path) -> None:
