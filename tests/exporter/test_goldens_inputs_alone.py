@@ -69,7 +69,7 @@ def test_every_set_of_weights_is_tried(engine: str, residency: str, tmp_path: Pa
     model = load(artifact, packed(artifact, tmp_path), engine=engine, residency=residency)  # type: ignore[arg-type]
     assert model.history[-1].verified == "finite"
     worse = packed(artifact, tmp_path, 2, values={"conv.weight": 3e38})  # finite, but what is computed from it is not
-    with pytest.raises(GoldenMismatch, match=r"case 0, forward, logits.*: expected a finite value, found") as refused:
+    with pytest.raises(GoldenMismatch) as refused:
         model.swap(worse)
     assert INPUTS_NAME in str(refused.value)
     assert not any("encode" in problem for problem in refused.value.problems)
@@ -85,7 +85,7 @@ def test_goldens_of_a_file_count_first(artifact: Artifact, tmp_path: Path) -> No
     assert served.history[-1].verified == "goldens"
     pack(different(Everything, 2), artifact, out=tmp_path / "v2.safetensors")
     (tmp_path / "v1.goldens.safetensors").rename(tmp_path / "v2.goldens.safetensors")
-    with pytest.raises(Exception, match=r"recorded for the weights .*, but those beside it are"):
+    with pytest.raises(WeightFileError):
         served.swap(tmp_path / "v2.safetensors")
 
 

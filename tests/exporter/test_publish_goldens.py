@@ -63,7 +63,7 @@ def test_a_write_that_fails_leaves_no_goldens(
         return original(path, target)
 
     monkeypatch.setattr(Path, "replace", replace)
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(CheckpointError):
         publish(build(1), out, artifact, step=1, goldens=[(X,)]).wait(60)
     assert [name.endswith(GOLDENS_SUFFIX) for (name,) in seen] == [True]  # they are there before the weights
     assert names(out) == []
