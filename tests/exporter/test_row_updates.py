@@ -24,7 +24,6 @@ from tests.support.watched import eventually
 from weightswap_exporter import Packed, RowTracker, export, publish, row_updates
 from weightswap_runtime import (
     Artifact,
-    BaseMismatch,
     CheckpointError,
     DesiredStore,
     DigestMismatch,
@@ -530,13 +529,6 @@ def test_options_that_cannot_be_meant_are_refused_at_once(
     with pytest.raises(CheckpointError, match=says):
         training.publish(**options)
     assert not training.folder.exists()
-
-
-def test_deltas_apply_in_order(training: Training) -> None:
-    served = load(training.artifact, training.publish().path)
-    training.publish()
-    with pytest.raises(BaseMismatch):
-        served.swap(training.publish().path)
 
 
 KILLED = """

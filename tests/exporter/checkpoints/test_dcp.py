@@ -122,14 +122,6 @@ def test_a_chunk_that_is_stored_transposed(renamed: Artifact, tmp_path: Path, mo
         assert compare_weights(folder, packed.path, artifact=renamed).level == "same"
 
 
-def test_torch_agrees_about_the_metadata(sharded: Path) -> None:
-    document = pickle.loads((sharded / ".metadata").read_bytes())
-    for name, tensor in read_metadata(sharded / ".metadata").items():
-        theirs = document.state_dict_metadata[name]
-        assert (tensor.dtype, tensor.shape) == (theirs.properties.dtype, tuple(theirs.size))
-        assert not tensor.problems
-
-
 def test_metadata_of_torch_2_0(good: Path, renamed: Artifact, tmp_path: Path) -> None:
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
