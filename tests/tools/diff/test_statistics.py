@@ -240,6 +240,24 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
     assert old.mean == pytest.approx(10 / 3)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "new"),
+    [
+        (1.0, NAN, (1, 0)),
+        (INF, NAN, (1, 0)),
+        (NAN, NAN, (0, 0)),
+        (1.0, -INF, (0, 1)),
+        (NAN, INF, (0, 1)),
+        (-INF, INF, (0, 1)),
+        (INF, INF, (0, 0)),
+        (NAN, 1.0, (0, 0)),
+    ],
+)
+def test_each_new_kind_of_nonfinite_value_is_counted(before: float, after: float, new: tuple[int, int]) -> None:
+    change = compare(torch.tensor([2.0, before]), torch.tensor([3.0, after]))[2]
+    assert (change.new_nan, change.new_inf) == new
+
+
 def test_tensors_without_finite_values() -> None:
     old, _, change = compare(torch.tensor([NAN, INF]), torch.tensor([NAN, INF]))
     assert (old.mean, old.std, old.norm) == (None, None, 0.0)
