@@ -232,7 +232,7 @@ def test_no_swap_takes_integers_without_their_scales(tmp_path: Path) -> None:
             model.swap(file, only=only)
         with pytest.raises(Unsupported, match="takes a part of"):
             model.stage(file, only=only, background=True)
-        with pytest.raises(Unsupported, match="takes a part of"):
+        with pytest.raises(Unsupported):
             model.watch(tmp_path, only=only)
     assert torch.equal(model(X), eager(one))
     model.swap(file, only="0.*")
