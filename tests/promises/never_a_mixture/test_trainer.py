@@ -18,7 +18,8 @@ from weightswap_runtime import Model, SourceChanged, load
 from weightswap_runtime.staging.reading import STANDSTILL
 
 WIDTH, LAYERS = 512, 6
-SECONDS = 4.0
+ENOUGH = 5  # refusals, and as many commits
+SECONDS = 30.0  # in which there are that many, on any machine
 
 
 class Steps(nn.Module):
@@ -74,7 +75,7 @@ def test_no_staging_mixes_two_steps(
     trainer, refused, mixed, committed = Trainer(how(trained)), 0, 0, 0
     end = time.monotonic() + SECONDS
     with storm(trainer.step, 1):
-        while time.monotonic() < end:
+        while min(refused, committed) < ENOUGH and time.monotonic() < end:
             try:
                 model.stage(trained, background=True).commit()
                 committed += 1
@@ -82,8 +83,7 @@ def test_no_staging_mixes_two_steps(
                 refused += 1
             lowest, highest = steps_served(model)
             mixed += lowest != highest
-    assert refused
-    assert committed
+    assert min(refused, committed) >= ENOUGH
     # a step that stood still longer than both looks, as on a busy machine, is the one that cannot be seen
     assert not mixed or trainer.longest > STANDSTILL
     model.swap(trained)
