@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from tests.server import load
-from tests.server.worker_processes import Fleet, eventually, operated, serving, started
+from tests.server.worker_processes import Fleet, eventually, operated, serving
 from tests.support.administered import TOKEN
 from tests.support.commands import run
 from tests.support.tiny import TinyArtifact
@@ -28,11 +28,26 @@ from weightswap_server.serving import variants_of
 from weightswap_server.workers.child_main import ChildTask, ManagerConnection, Role, Totals
 from weightswap_server.workers.manager import Workers, environment
 
+SECRETS = {"WEIGHTSWAP_ADMIN_TOKEN": TOKEN} | dict.fromkeys(
+    (
+        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+        *("GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_CONNECTION_STRING"),
+        *("HF_TOKEN", "FSSPEC_S3_SECRET", "WEIGHTSWAP_SIGNING_PASSWORD", "OPENAI_API_KEY"),
+    ),
+    "secret",
+)
+NO_SECRETS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "AWS_REGION": "eu-1", "HOME_KEY": "x"}
+
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with serving(tmp_path_factory.mktemp("fleet"), 2) as found:
-        yield found
+    """A server with secrets, an admin plane, and a desired store that it follows."""
+    folder = tmp_path_factory.mktemp("fleet")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**SECRETS, **NO_SECRETS}.items():
+            patch.setenv(name, value)
+        with serving(folder, 2, "--follow", str(folder / "desired_store"), *operated(folder)) as found:
+            yield found
 
 
 def _load(fleet: Fleet, folder: Path, seconds: float, every: float | None) -> Any:
@@ -50,7 +65,7 @@ def _load(fleet: Fleet, folder: Path, seconds: float, every: float | None) -> An
 
 
 def test_swaps_under_load(fleet: Fleet, tmp_path: Path) -> None:
-    _load(fleet, tmp_path, 4, 0.3)
+    _load(fleet, tmp_path, 2, 0.2)
 
 
 def test_a_commit_is_all_workers(fleet: Fleet) -> None:
@@ -59,38 +74,24 @@ def test_a_commit_is_all_workers(fleet: Fleet) -> None:
         assert {fleet.infer()[0] for _ in range(20)} == {wanted}
 
 
-SECRETS = {"WEIGHTSWAP_ADMIN_TOKEN": TOKEN} | dict.fromkeys(
-    (
-        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_WEB_IDENTITY_TOKEN_FILE"),
-        *("GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_CONNECTION_STRING"),
-        *("HF_TOKEN", "FSSPEC_S3_SECRET", "WEIGHTSWAP_SIGNING_PASSWORD", "OPENAI_API_KEY"),
-    ),
-    "secret",
-)
+def test_workers_inherit_no_secrets(fleet: Fleet) -> None:
+    owner, *workers = (_environment(child) for child in fleet.children)
+    for worker in workers:
+        assert worker.keys() & SECRETS.keys() == set()
+        assert NO_SECRETS.items() <= worker.items()
+    assert SECRETS.keys() <= owner.keys()
+    assert fleet.operator.get("/admin/status")["pid"] > 0
 
 
-@pytest.mark.parametrize("admin", [True, False])
-def test_workers_inherit_no_secrets(admin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "AWS_REGION": "eu-1", "HOME_KEY": "x"}
-    for name, value in {**SECRETS, **kept}.items():
-        monkeypatch.setenv(name, value)
-    TinyArtifact(tmp_path / "tiny.artifact")
-    (tmp_path / "outbox").mkdir()
-    options = ["--watch", str(tmp_path / "outbox"), *(["--admin-socket", str(tmp_path / "s")] if admin else [])]
-    with started(tmp_path, 1, *options) as running:
-        owner, worker = (_environment(child) for child in running.children)
-        if admin:
-            assert running.operator.get("/admin/status")["pid"] > 0
-    assert worker.keys() & SECRETS.keys() == set()
-    assert kept.items() <= worker.items()
-    assert SECRETS.keys() - owner.keys() == (set() if admin else {"WEIGHTSWAP_ADMIN_TOKEN"})
-
-
-def test_workers_of_an_artifact_behind_a_url_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("role", ["owner", "worker"])
+def test_who_reads_from_afar_has_its_keys_and_no_token_of_operators(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner without an admin plane, and workers of an artifact behind a URL."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     sources = {"tiny": ModelSource(artifact="s3://bucket/tiny.artifact")}
-    task = ChildTask(role="worker", name="worker 0", sources=sources, segments={}, settings=Settings())
+    task = ChildTask(role=role, name=role, sources=sources, segments={}, settings=Settings())
     assert SECRETS.keys() - environment(task).keys() == {"WEIGHTSWAP_ADMIN_TOKEN"}
 
 
