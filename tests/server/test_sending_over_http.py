@@ -43,6 +43,11 @@ from weightswap_server import Server
 
 
 @pytest.fixture
+def residency() -> str:
+    return "double"
+
+
+@pytest.fixture
 def model(tiny: TinyArtifact, weight_file: WriteWeights, residency: Any) -> Iterator[Model]:
     with load(tiny.path, weight_file(0), residency=residency) as model:
         yield model
@@ -86,6 +91,7 @@ def answer_to(connection: socket.socket) -> Reply:
     return Reply(response.status, {}, response.read())
 
 
+@pytest.mark.parametrize("residency", ["double", "single"])
 def test_what_is_sent_is_served(sender: Sender, model: Model, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     forms: list[Any] = [tiny.values(1), iter(tiny.values(2).items()), weight_file(3), tiny.values(4)]
     for seed, given in enumerate(forms, 1):
@@ -214,6 +220,8 @@ def check_unchanged(model: Model, sender: Sender) -> None:
     assert serves(model, 1)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("residency", ["double", "single"])
 @pytest.mark.parametrize("share", [0, 5, 0.3, 0.6, 0.99, -1])
 @pytest.mark.parametrize("how", ["closes", "resets"])
 def test_a_sender_that_ends_in_the_middle_changes_nothing(

@@ -110,18 +110,29 @@ def test_metrics_are_those_of_all(fleet: Fleet) -> None:
     assert fleet.counted("weightswap_generation") == fleet.infer()[1]
 
 
-def test_a_killed_worker_is_replaced(fleet: Fleet) -> None:
-    owner, *workers = fleet.children
-    assert len(workers) == 2
+def test_a_killed_worker_is_replaced_once_the_system_has_room(fleet: Fleet) -> None:
+    (owner, killed, _), manager = fleet.children, fleet.process.pid
+
+    def opened() -> int:
+        return len(list(Path(f"/proc/{manager}/fd").iterdir()))
+
     time.sleep(1.5)
-    before = fleet.answered()
-    fleet.replace(workers[0])
+    before, descriptors = fleet.answered(), opened()
+    limit = resource.prlimit(manager, resource.RLIMIT_NOFILE)
+    resource.prlimit(manager, resource.RLIMIT_NOFILE, (3, limit[1]))  # it can open no more
+    try:
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: (fleet.folder / "log").read_text().count("did not start") > 1)
+    finally:
+        resource.prlimit(manager, resource.RLIMIT_NOFILE, limit)
+    eventually(lambda: len(fleet.children) == 3)
     assert owner in fleet.children
     wanted = fleet.desire(2)  # while the new one begins
     eventually(lambda: fleet.counted("weightswap_leases") == 0.0 and fleet.answered() >= before)
     for _ in range(50):
         eventually(lambda: fleet.infer()[0] == wanted)
     assert fleet.desire(3) != wanted
+    eventually(lambda: opened() == descriptors)
 
 
 def test_a_killed_owner_is_replaced(fleet: Fleet) -> None:
@@ -130,35 +141,9 @@ def test_a_killed_owner_is_replaced(fleet: Fleet) -> None:
     os.kill(owner, signal.SIGKILL)
     eventually(lambda: owner not in fleet.children)
     assert fleet.infer()[1] == generation  # meanwhile
-    fleet.desire(_another_seed(fleet))
+    fleet.desire(1)
     assert fleet.infer()[1] == generation + 1
     assert set(workers) <= set(fleet.children)
-
-
-def test_what_cannot_start_is_started_later(fleet: Fleet) -> None:
-    manager, killed = fleet.process.pid, fleet.children
-
-    def opened() -> int:
-        return len(list(Path(f"/proc/{manager}/fd").iterdir()))
-
-    descriptors = opened()
-    before = resource.prlimit(manager, resource.RLIMIT_NOFILE)
-    resource.prlimit(manager, resource.RLIMIT_NOFILE, (3, before[1]))  # it can open no more
-    try:
-        for child in killed:
-            os.kill(child, signal.SIGKILL)
-        eventually(lambda: (fleet.folder / "log").read_text().count("did not start") > len(killed))
-    finally:
-        resource.prlimit(manager, resource.RLIMIT_NOFILE, before)
-    eventually(lambda: len(fleet.children) == len(killed))
-    fleet.desire(_another_seed(fleet))
-    eventually(lambda: opened() == descriptors)
-
-
-def _another_seed(fleet: Fleet) -> int:
-    """Return a seed whose weights are not served now."""
-    state = fleet.desired_store.read()
-    return next(seed for seed, path in fleet.files.items() if state.weights and str(path) != state.weights.source)
 
 
 @pytest.mark.slow
