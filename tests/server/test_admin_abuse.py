@@ -414,15 +414,6 @@ def test_denied_calls_are_in_the_audit_log(server: Server, folder: Path) -> None
     assert (folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_log_that_has_room_for_half_a_line_is_one_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, write = AuditLog(str(tmp_path / "log")), os.write
-    monkeypatch.setattr(os, "write", lambda fd, line: write(fd, line[: len(line) // 2]))
-    with pytest.raises(NotReady):
-        log.begin(call="swap")
-
-
 def test_a_line_that_a_full_disk_cut_off_does_not_swallow_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.administered import Operator, operated
@@ -38,7 +38,6 @@ from weightswap_server.canary import (
     check_plan,
     compare,
     failures,
-    has_nonfinite,
 )
 
 
@@ -221,8 +220,8 @@ def test_of_a_batch_only_the_answer_that_json_cannot_represent_is_an_error(
             asked = [clients.submit(ask, operator.server, INFER, as_json(x=x)) for x in (X, np.full_like(X, 1e20))]
             await_queued(operator.server, 2)
         assert [each.result().status for each in asked] == [200, 200]
-    assert eventually(lambda: values(operator)["requests"] == 2)
-    assert (values(operator)["errors"], values(operator)["nonfinite"]) == (0.5, 0.5)
+    assert eventually(lambda: (found := values(operator))["requests"] == 2 and found["nonfinite"] == 0.5)
+    assert values(operator)["errors"] == 0.5
 
 
 def test_nan_of_both_in_json_is_the_requests_fault(operator: Operator, tiny: TinyArtifact) -> None:
@@ -387,23 +386,23 @@ def test_a_rule_holds_where_it_was_true_at_each_look_for_so_long(steps: Any, sec
         assert rule.held_for(now) == (0.0 if since is None else now - since)
 
 
-TOO_LARGE = f"errors * 1{'0' * 400} > 1"
-
-
 @pytest.mark.parametrize(
     ("text", "seconds"), [("errors < 1", 0), ("errors < 1 for 5 min", 300), ("errors<1 for 0.5h", 1800)]
 )
 def test_how_long_a_rule_has_to_hold(text: str, seconds: float) -> None:
     assert Rule(text, frozenset({"errors"})).seconds == seconds
-    for wrong in (
-        f"{text} for ever",
-        f"{text} for 5 minutes",
-        "for 5 min",
-        "errors < 1 for 5 min for 5 min",
-        TOO_LARGE,
-    ):
-        with pytest.raises(Unsupported):
-            check_plan(CanaryPlan(promote_if=wrong))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("errors < 1 for ever", "errors < 1 for 5 minutes", "for 5 min", "errors < 1 for 5 min for 5 min"),
+        f"errors * 1{'0' * 400} > 1",
+    ],
+)
+def test_rules_that_cannot_be_meant(text: str) -> None:
+    with pytest.raises(Unsupported):
+        check_plan(CanaryPlan(promote_if=text))
 
 
 @pytest.mark.parametrize("rule", ["errors < 0.001", "nonfinite == 0", "errors <= served_errors"])
@@ -432,21 +431,6 @@ def test_rates_and_quantiles(outcomes: list[float | None]) -> None:
     assert values["requests"] == len(outcomes)
     wanted = sorted(good)[min(len(good) - 1, int(0.99 * len(good)))] if good else None
     assert values["p99"] == wanted
-
-
-numbers = st.lists(st.floats(width=32) | st.just(0.0), min_size=4, max_size=4)
-
-
-@given(one=numbers, other=numbers)
-@settings(max_examples=200)
-def test_differences(one: list[float], other: list[float]) -> None:
-    first, second = np.asarray(one, np.float32), np.asarray(other, np.float32)
-    found = compare([("y", array_content(first))], [("y", array_content(second))], 0.01)
-    (differs,) = found.differing
-    assert differs == (not np.array_equal(first, second, equal_nan=True) and found.max_rel > 0.01)
-    if np.isfinite(first).all() and np.isfinite(second).all():
-        assert found.max_abs == np.abs(first.astype(np.float64) - second.astype(np.float64)).max()
-    assert has_nonfinite([("y", array_content(second))]) == (not np.isfinite(second).all())
 
 
 @pytest.mark.parametrize(

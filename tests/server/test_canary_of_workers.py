@@ -19,9 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import tritonclient.grpc
 
-from tests.server.load import INPUT
 from tests.server.worker_processes import Fleet, eventually, serving
 from tests.support.administered import TOKEN
 from tests.support.ports import free_port
@@ -80,29 +78,6 @@ def test_share_header_and_discard(fleet: Fleet) -> None:
     eventually(lambda: fleet.counted(requests, weights_id=canary) == 10 + found[canary], 5)
     fleet.change("discard")
     assert answers(fleet, 10, "1") == {first: 10}
-
-
-@pytest.mark.slow
-def test_grpc(fleet: Fleet) -> None:
-    """Metadata and shares, on connections that stay with their workers."""
-    tensor = tritonclient.grpc.InferInput("x", [2, 3], "FP32").set_data_from_numpy(INPUT)
-    first, canary = served(fleet), begin(fleet, 2, share=0.5)
-    found: Counter[str] = Counter()
-    for _ in range(4):
-        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{fleet.grpc_port}") as client:
-            for routing, wanted in (("1", {canary}), ("0", {first}), (None, {canary, first})):
-                for _ in range(10):
-                    headers = {"x-weightswap-canary": routing} if routing else None
-                    answer = client.infer("tiny", [tensor], headers=headers)
-                    weights_id = answer.get_response().parameters["weights_id"].string_param
-                    assert weights_id in wanted
-                    np.testing.assert_allclose(
-                        answer.as_numpy("output"), fleet.expected[weights_id], rtol=1e-5, atol=1e-5
-                    )
-                    found[weights_id] += 1
-    assert 40 + 18 <= found[canary] <= 40 + 20  # each worker owes less than one
-    eventually(lambda: values(fleet)["requests"] == found[canary], 5)
-    fleet.change("discard")
 
 
 @pytest.mark.slow

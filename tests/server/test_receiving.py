@@ -51,7 +51,7 @@ def test_a_server_that_starts_again_begins_with_what_was_served_last(
             sender.send(tiny.values(3))
     with ModelSource(artifact=str(tiny.path), keep=kept).open() as model:
         assert serves(model, 3)
-    with pytest.raises(Unsupported, match="those of a directory or a desired store are in files already"):
+    with pytest.raises(Unsupported):
         ModelSource(artifact=str(tiny.path), watch=str(tmp_path), keep=kept).open()
 
 

@@ -155,28 +155,24 @@ def test_what_was_uploaded_again_stays_until_it_is_served(
     assert names(folder) == ["v4", "v6"]
 
 
+@pytest.mark.parametrize("again", ["the weights", "their goldens"])
 def test_what_was_sent_again_while_it_was_there_stays_until_it_is_served(
-    keeping: Server, weight_file: WriteWeights, folder: Path
+    again: str, keeping: Server, tiny: TinyArtifact, weight_file: WriteWeights, folder: Path
 ) -> None:
+    """A push sends goldens first; then the weights, if they are not there any more."""
     swap(keeping, "v2")
-    assert put(keeping, "v2", weight_file(2).read_bytes()) == 409
+    goldens = []
+    if again == "the weights":
+        assert put(keeping, "v2", weight_file(2).read_bytes()) == 409
+    else:
+        goldens = ["v2.goldens"]
+        upload(keeping, "v2.goldens", goldens_beside(tiny, weight_file(2), 2))
     for seed in (3, 4):
         swap(keeping, f"v{seed}")
-    assert names(folder) == ["v2", "v3", "v4", "v5"]
+    assert names(folder) == ["v2", *goldens, "v3", "v4", "v5"]
     for seed in (2, 4, 5):
         swap(keeping, f"v{seed}")
     assert names(folder) == ["v4", "v5"]
-
-
-def test_what_gets_new_goldens_stays_until_it_is_served(
-    keeping: Server, tiny: TinyArtifact, weight_file: WriteWeights, folder: Path
-) -> None:
-    """A push sends them first; then the weights, if they are not there any more."""
-    swap(keeping, "v2")
-    upload(keeping, "v2.goldens", goldens_beside(tiny, weight_file(2), 2))
-    for seed in (3, 4):
-        swap(keeping, f"v{seed}")
-    assert names(folder) == ["v2", "v2.goldens", "v3", "v4", "v5"]
 
 
 def test_while_a_follower_does_not_agree_all_that_its_store_names_stays(
