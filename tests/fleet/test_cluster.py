@@ -26,8 +26,7 @@ from tests.support.packages import needs
 from tests.support.servers import WebServer
 from weightswap_exporter import publish
 from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided
-from weightswap_runtime import DesiredStore
-from weightswap_runtime.errors import DesiredError, DigestMismatch, NothingToRollBack, WeightFileError
+from weightswap_runtime import DesiredError, DesiredStore, DigestMismatch, NothingToRollBack, WeightFileError
 from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.following.document_storage import LOCK
 

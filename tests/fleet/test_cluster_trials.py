@@ -15,8 +15,7 @@ import pytest
 from tests.support.packages import needs
 from tests.support.rows import prefer_rows
 from weightswap_fleet import FleetRefused
-from weightswap_runtime import write_delta
-from weightswap_runtime.errors import BaseMismatch, StageClosed, StagingBusy
+from weightswap_runtime import BaseMismatch, StageClosed, StagingBusy, write_delta
 
 from .clusters import INPUT, Deployed, calling, soon, until
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.tiny import TinyArtifact
 from weightswap_fleet.node.memory import NodeMemory, Slots
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime import Unsupported
 from weightswap_runtime.shared.control import Control
 
 Start = Callable[[NodeMemory], "subprocess.Popen[bytes]"]

@@ -28,7 +28,7 @@ from weightswap_server.admin.trainers import PAYLOADS, REFUSED
 FROM_DISK, UPDATE, FINISH = "/update_weights_from_disk", "/update_weights", "/finish_weight_update"
 INIT, START, INFO, CHECKER = "/init_weight_transfer_engine", "/start_weight_update", "/weight_info", "/weight_checker"
 POSTED = (FROM_DISK, INIT, START, UPDATE, FINISH, CHECKER, *REFUSED)
-GIVEN_UP_AFTER = 0.3  # seconds
+GIVEN_UP_AFTER = 0.6  # seconds
 
 
 class Rig(Operator):
