@@ -23,7 +23,6 @@ from weightswap_runtime.sources.byte_source import LocalFile
 from .nodes import SOON, Fleet, kinds, known_weights
 
 MOST_BASES = 20  # instead of many more
-pytestmark = pytest.mark.usefixtures("_places")
 
 
 def before(fleet: Fleet, method: str, event: Callable[[], object], node: str = "n0") -> None:
@@ -47,6 +46,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_delta_is_laid_over_what_a_node_serves_and_a_new_node_reads_its_base_first(
     fleet: Fleet, read: dict[str, int]
 ) -> None:
@@ -69,6 +69,7 @@ def test_a_delta_is_laid_over_what_a_node_serves_and_a_new_node_reads_its_base_f
     assert fleet.commits[-1] == (4, fleet.weights_id(3))  # nothing in between was served
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_node_that_serves_others_than_a_delta_starts_from_reads_them_too(fleet: Fleet) -> None:
     """It serves none of them meanwhile."""
     fleet.lose("commit", "reconcile_soon", node="n1")
@@ -166,6 +167,7 @@ def test_a_node_that_joins_and_cannot_read_the_base_is_late_and_serves_nothing_o
     assert fleet.agents["n2"].model.weights_id is None
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that joins then reads all of it. One more delta is refused before a node is asked, with advice."""
     monkeypatch.setattr(desired_state, "MOST_BASES", MOST_BASES)

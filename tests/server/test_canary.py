@@ -70,7 +70,6 @@ def metrics(operator: Operator) -> str:
     return ask(operator.server, "/metrics").body.decode()
 
 
-@pytest.mark.usefixtures("_places")
 def test_each_answer_is_from_the_weights_that_it_names(operator: Operator, delta: WriteDelta) -> None:
     """Under load, batched, while a canary starts, grows, and is promoted: never a mixture."""
     seeds, asked = {str(operator.model.weights_id): 1}, count()
