@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 
@@ -35,12 +34,6 @@ def test_every_error_is_in_the_family_and_in_the_drawing() -> None:
         assert name in weightswap_runtime.__all__
 
 
-def test_the_drawing_has_straight_columns() -> None:
-    assert errors.__doc__ is not None
-    rows = [re.search(r"-- (\w+ +)", line) for line in errors.__doc__.splitlines()]
-    assert len({row.end() for row in rows if row}) == 1
-
-
 def is_module(value: object) -> bool:
     return type(value) is type(sys)
 
@@ -71,18 +64,8 @@ def test_listing_the_commands_brings_in_no_torch() -> None:
     assert not (HEAVY - {"weightswap_exporter"}) & imported_by(code)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "weightswap_runtime.staging.golden_check",
-        "weightswap_runtime.tensors",
-        "weightswap_runtime.engines.choosing",
-        "weightswap_tools.commands.run",
-        "weightswap_tools.inputs",
-    ],
-)
-def test_verifying_and_running_need_no_torch(module: str) -> None:
-    code = f"sys.modules['torch'] = None\nimport {module}"
+def test_verifying_and_running_need_no_torch() -> None:
+    code = "sys.modules['torch'] = None\nimport weightswap_runtime.staging.golden_check, weightswap_tools.commands.run"
     assert not (HEAVY - {"torch"}) & imported_by(code)
 
 

@@ -189,6 +189,7 @@ def test_a_damaged_file_is_skipped_once_until_it_changes(rig: FileQueueRig) -> N
         rig.poll()
     assert (rig.attempts, rig.reports) == (["v1"], [("skipped v1", "DigestMismatch")])
     assert isinstance(rig.file_queue.last_error, DigestMismatch)
+    assert rig.file_queue.last_error.__traceback__ is None  # it keeps no frames
     assert list(rig.file_queue.skipped) == ["v1.safetensors"]
     rig.write("v1", 1)
     rig.poll()
@@ -251,7 +252,7 @@ def test_of_one_published_step_the_later_file_is_taken_last(rig: FileQueueRig) -
 @pytest.mark.parametrize("start", ["newest", "new", "all"])
 def test_a_file_is_opened_only_when_it_is_new(start: Start, rig: FileQueueRig, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = rig.write("v0", 0).read_bytes()
-    for number in range(1, 1000):
+    for number in range(1, 200):
         (rig.folder / f"v{number}.safetensors").write_bytes(raw)
     opened: Counter[str] = Counter()
     original = directory.open_weights
@@ -267,19 +268,11 @@ def test_a_file_is_opened_only_when_it_is_new(start: Start, rig: FileQueueRig, m
         rig.poll()
     assert rig.listings == 3
     assert opened == dict.fromkeys(rig.committed, 1)
-    assert len(rig.committed) == {"newest": 1, "new": 0, "all": 1000}[start]
-    (rig.folder / "v1000.safetensors").write_bytes(raw)
+    assert len(rig.committed) == {"newest": 1, "new": 0, "all": 200}[start]
+    (rig.folder / "v200.safetensors").write_bytes(raw)
     rig.poll()
-    assert rig.committed[-1] == "v1000"
+    assert rig.committed[-1] == "v200"
     assert len(opened) == len(rig.committed)
-
-
-def test_errors_that_are_kept_hold_no_frames(rig: FileQueueRig) -> None:
-    rig.poll()
-    damaged(rig.write("v1", 1))
-    rig.poll()
-    error = rig.file_queue.skipped["v1.safetensors"]
-    assert error.__traceback__ is None
 
 
 @pytest.mark.parametrize(

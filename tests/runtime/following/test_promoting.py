@@ -15,11 +15,6 @@ from weightswap_runtime import Event, Model, Unsupported, load
 from weightswap_runtime.errors import reason_of
 
 
-@pytest.fixture
-def service(tiny: TinyArtifact, tmp_path: Path) -> Service:
-    return Service(tiny, tmp_path / "service")
-
-
 def test_what_is_watched_is_promoted_and_served(model: Model, directory: Directory, service: Service) -> None:
     with model.watch(directory.path, SOON, promote=service.folder, by="trainer") as watcher:
         for seed in (1, 2):

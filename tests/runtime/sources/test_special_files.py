@@ -76,6 +76,7 @@ def bound_socket(path: Path) -> Iterator[None]:
 SPECIAL = {"pipe": pipe, "device": device, "socket": bound_socket}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
 @pytest.mark.parametrize("linked", [False, True], ids=["itself", "link"])
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)

@@ -23,6 +23,7 @@ VALIDATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("preconditions", [True, False], ids=["If-Match", "ignored"])
 @pytest.mark.parametrize("at", [1, 3, 0], ids=["first", "midway", "after the last"])
 @pytest.mark.parametrize(("first", "second"), VALIDATORS.values(), ids=VALIDATORS)
