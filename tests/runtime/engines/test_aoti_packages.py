@@ -44,6 +44,7 @@ def members(artifact: Artifact) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
+@pytest.mark.slow
 def test_torch_can_open_a_package_too(mixtures: Mixtures) -> None:
     found = torch._inductor.aoti_load_package(str(package_path(mixtures.artifact)))
     assert "body.3.weight" in found.get_constant_fqns()
