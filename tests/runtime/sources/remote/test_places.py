@@ -20,7 +20,6 @@ from tests.runtime.sources.remote.answers import (
     status,
     too_much,
 )
-from tests.runtime.test_public import imported_by
 from tests.support import warm
 from tests.support.servers import WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
@@ -189,12 +188,6 @@ JOINS = [
 def test_neighbours_are_named(url: str, name: str, joined: str) -> None:
     assert Url(url).name == "i.json"
     assert (Url(url).parent / name).raw == joined
-
-
-def test_local_paths_need_no_fsspec(weight_file: WriteWeights) -> None:
-    code = f"from weightswap_runtime.format.weight_set import open_weights\nopen_weights({str(weight_file(1))!r})\n"
-    code += "from weightswap_runtime.following.directory import open_directory\nopen_directory('.')()"
-    assert not {"fsspec", "aiohttp", "weightswap_runtime.sources.remote"} & imported_by(code)
 
 
 EXTRA = {
