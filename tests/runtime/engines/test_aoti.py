@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from copy import deepcopy
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +64,6 @@ def test_cold_b_equals_warm_a_to_b(way: Way, residency: Residency, rich: RichFil
     way(warm, rich, 0, 1)
     assert Seen.of(warm) == Seen.of(opened(rich, rich.full[1], residency))
     assert near(warm(X), rich.eager(rich.whole(1)))
-
-
-@pytest.mark.slow
-def test_state_changes_in_place_and_starts_again(rich: RichFiles) -> None:
-    served = opened(rich, rich.full[0])
-    context = served.new_context()
-    calls = [served.count(X, context=context) for _ in range(3)]
-    assert [torch.equal(one + 1, other) for one, other in pairwise(calls)] == [True, True]
-    served.swap(rich.full[1])
-    assert torch.equal(served.count(X), rich.models[1].mix.bias.detach() + 1)
 
 
 def test_outputs_share_no_memory_with_weights(mixtures: Mixtures) -> None:

@@ -6,7 +6,6 @@ import gc
 import shutil
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from torch import nn
 from torch.export import Dim
 
 from tests.support.forks import in_a_child
-from tests.support.models import Counter, Everything, Nested
+from tests.support.models import Everything, Nested
 from tests.support.sessions import bound_of
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_exporter.engines.compiling import with_files
 from weightswap_exporter.parity import compare
-from weightswap_runtime import Artifact, ArtifactError, Context, InputMismatch, Model, Unsupported, load
+from weightswap_runtime import Artifact, ArtifactError, InputMismatch, Model, Unsupported, load
 from weightswap_runtime.engines.choosing import choose_engine
 from weightswap_runtime.format.manifest import encode_manifest
 
@@ -289,24 +288,6 @@ def test_integers_vary(tmp_path: Path) -> None:
     assert type(rows) is type(count) is int
 
 
-@pytest.mark.sampled(1)
-def test_state_is_kept_between_calls_with_a_context(tmp_path: Path, residency: str) -> None:
-    model = Counter()
-    methods = {"forward": MethodSpec("forward", (torch.ones(2, 3),)), "peek": MethodSpec("peek")}
-    found = served(model, (), tmp_path, methods=methods, residency=residency)
-    x, context = torch.randn(2, 3), found.new_context()
-    with torch.no_grad():
-        for _ in range(3):
-            np.testing.assert_allclose(found(x.numpy(), context=context), model(x), rtol=1e-5, atol=1e-6)
-        steps, mean = found.peek(context=context)
-        assert (steps.dtype, steps.shape, int(steps)) == (np.int64, (), 3)
-        np.testing.assert_allclose(mean, model.mean, rtol=1e-5)
-    steps += 10
-    assert int(found.peek(context=context)[0]) == 3
-    found.swap(tmp_path / "v.safetensors")
-    assert int(found.peek()[0]) == 0
-
-
 class Late(nn.Module):
     """A module whose state is changed after its last use, in several ways."""
 
@@ -332,22 +313,6 @@ def test_state_that_is_changed_after_its_last_use_is_kept(tmp_path: Path) -> Non
         x = torch.full((2, 3), float(factor))
         for expected, found in zip(eager(x), model(x.numpy(), context=context), strict=True):
             assert np.array_equal(expected.numpy(), found)
-
-
-@pytest.mark.slow
-def test_calls_with_contexts_run_side_by_side(tmp_path: Path) -> None:
-    methods = {"forward": MethodSpec("forward", (torch.ones(2, 3),)), "peek": MethodSpec("peek")}
-    model = served(Counter(), (), tmp_path, methods=methods)
-    x = np.ones((2, 3), np.float32)
-    contexts = [model.new_context() for _ in range(4)]
-
-    def work(context: Context) -> None:
-        for _ in range(50):
-            model(x, context=context)
-
-    with ThreadPoolExecutor(len(contexts)) as pool:
-        list(pool.map(work, contexts))
-    assert [int(model.peek(context=context)[0]) for context in contexts] == [50] * 4
 
 
 class Doubles(nn.Module):

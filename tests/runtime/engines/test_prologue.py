@@ -110,41 +110,6 @@ SWAPS: dict[str, Callable[[Model, Files], SwapReceipt]] = {
 }
 
 
-def tried(model: Model, files: Files) -> SwapReceipt:
-    with model.stage(files.delta) as staged, torch.no_grad():
-        assert equal(staged(X), files.models[2](X))
-        assert files.correct(model, 1)
-        return staged.commit()
-
-
-def there_and_back_and_there(model: Model, files: Files) -> SwapReceipt:
-    model.swap(files.full[2])
-    model.rollback()
-    return model.rollback()
-
-
-SWAPS |= {"a patch that was tried": tried, "there and back and there": there_and_back_and_there}
-
-
-@pytest.mark.parametrize("way", SWAPS)
-def test_the_prologue_is_never_stale(way: str, files: Files, residency: Any) -> None:
-    model = load(files.artifact, files.full[1], residency=residency, keep_previous="host")
-    assert files.correct(model, 1)
-    SWAPS[way](model, files)
-    assert files.correct(model, 2)
-    model.rollback()
-    assert files.correct(model, 1)
-
-
-def test_a_discarded_staging_leaves_the_prologue(files: Files, residency: Any) -> None:
-    model = load(files.artifact, files.full[0], residency=residency, keep_previous="host")
-    model.swap(files.full[1])
-    model.stage(files.full[2]).discard()
-    assert files.correct(model, 1)
-    model.rollback()
-    assert files.correct(model, 0)
-
-
 def test_addresses_stay_and_the_prologue_runs_once_for_each_staging(
     files: Files, residency: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

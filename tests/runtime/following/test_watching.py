@@ -187,18 +187,6 @@ def test_the_options_are_those_of_a_swap(tiny: TinyArtifact, directory: Director
     assert model.history[-1].kind == "partial"
 
 
-def test_a_missing_directory_may_come_later(model: Model, tiny: TinyArtifact, tmp_path: Path) -> None:
-    events: list[Event] = []
-    with model.watch(tmp_path / "later", SOON, callback=events.append) as watcher:
-        assert eventually(lambda: watcher.last_error is not None)
-        directory = Directory(tiny, tmp_path / "later")
-        directory.write(1)
-        assert eventually(lambda: model.generation == 0)
-        assert watcher.last_error is None
-    assert [event.kind for event in events] == ["unreachable", "staging", "staged", "committed"]
-    assert events[0].source == str(tmp_path / "later")
-
-
 def test_a_url_is_watched(model: Model, tiny: TinyArtifact, tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     raw = [tiny.write(tmp_path / "local", tiny.values(seed)).read_bytes() for seed in range(4)]
