@@ -106,8 +106,16 @@ SWAPS: dict[str, Callable[[Model, Files], SwapReceipt]] = {
     "full": lambda model, files: model.swap(files.full[2]),
     "delta": lambda model, files: model.swap(files.delta),
     "part": lambda model, files: model.swap(files.full[2], only="*"),
-    "in the background": lambda model, files: model.stage(files.full[2], background=True).commit(),
 }
+
+
+def test_a_delta_is_tried_with_its_own_prologue(files: Files, residency: Any) -> None:
+    model = load(files.artifact, files.full[1], residency=residency)
+    with model.stage(files.delta) as staged, torch.no_grad():
+        assert equal(staged(X), files.models[2](X))
+        assert files.correct(model, 1)
+        staged.commit()
+    assert files.correct(model, 2)
 
 
 def test_addresses_stay_and_the_prologue_runs_once_for_each_staging(
