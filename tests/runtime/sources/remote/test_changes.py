@@ -127,6 +127,6 @@ def test_an_object_replaced_within_its_second_never_makes_a_mixture(
         return False
 
     server.fault = fault
-    with pytest.raises(WeightFileError, match="was changed while it was read"):
+    with pytest.raises(WeightFileError):
         model.swap(f"{server.url}/v.safetensors")
     assert serves(model, 1)

@@ -68,6 +68,16 @@ def test_an_answer_that_comes_too_late_is_written_nowhere(server: WebServer) -> 
     assert before.count(b"x") < 4000
 
 
+def test_memory_that_is_closed_is_not_written_to() -> None:
+    memory = bytearray(4)
+    landing = objects.Landing([memoryview(memory)])
+    landing.write(1, b"ab")
+    landing.close()
+    with pytest.raises(StageCancelled):
+        landing.write(0, b"c")
+    assert memory == b"\0ab\0"
+
+
 @pytest.mark.parametrize("sizes", [[7], [0, 3, 0, 0, 4, 0], [1] * 7, [2, 5]], ids=str)
 def test_bytes_land_across_buffers(sizes: list[int]) -> None:
     for step in (1, 2, 3, 7):
