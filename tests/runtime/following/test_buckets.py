@@ -14,7 +14,7 @@ import pytest
 from tests.runtime.sources.remote.answers import status
 from tests.support.refusals import because
 from tests.support.servers import S3Bucket, S3Server, WebServer
-from tests.support.services import weights_id_of
+from tests.support.services import wanted, weights_id_of
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, eventually
 from weightswap_runtime import DesiredError, DesiredStore, NotPromoted, RevisionConflict, Unsupported, load
@@ -47,8 +47,7 @@ def test_a_desired_store_in_a_bucket(bucket: S3Bucket, tiny: TinyArtifact, tmp_p
     model = load(tiny.path)
     with model.follow("s3://weights/service", SOON) as follower:
         first = desired_store.set(url(1), revision=0, by="ana")
-        assert first.weights is not None
-        assert first.weights.source == "v1.safetensors"
+        assert wanted(first).source == "v1.safetensors"
         assert follower.wait(60, revision=1)
         assert serves(model, 1)
         with pytest.raises(RevisionConflict):
@@ -65,7 +64,7 @@ def test_a_desired_store_in_a_bucket(bucket: S3Bucket, tiny: TinyArtifact, tmp_p
         desired_store.promote(url(2))
     local = tiny.write(tmp_path / "local.safetensors", tiny.values(4))
     assert desired_store.set(local, revision=3).weights == desired_store.read().weights
-    assert weights_id_of(local) == desired_store.read().weights.weights_id  # type: ignore[union-attr]
+    assert weights_id_of(local) == wanted(desired_store.read()).weights_id  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
@@ -128,8 +127,7 @@ def test_a_write_whose_response_is_lost_has_happened(bucket: S3Bucket, monkeypat
     state = desired_store.rollback(revision=3)
     assert sent == [True, False]
     assert state == desired_store.read()
-    assert state.weights is not None
-    assert state.weights.source == "v2.safetensors"
+    assert wanted(state).source == "v2.safetensors"
     with pytest.raises(RevisionConflict):
         desired_store.rollback(revision=3)
 

@@ -21,7 +21,7 @@ from tests.runtime.sources.killed import killed
 from tests.support import warm
 from tests.support.forks import in_a_child
 from tests.support.refusals import because
-from tests.support.services import Service, weights_id_of
+from tests.support.services import Service, wanted, weights_id_of
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from tests.support.watched import environment
 from weightswap_runtime import (
@@ -51,13 +51,12 @@ def test_what_is_set_says_who_when_and_why(service: Service) -> None:
     written = service.desired_store.set(path, revision=0, by="ana", why="first")
     assert service.desired_store.read() == written
     assert (written.revision, written.history, written.hold) == (1, (), None)
-    assert written.weights is not None
-    assert (written.weights.source, written.weights.by, written.weights.why) == (path.name, "ana", "first")
-    assert (written.weights.weights_id, written.weights.graph_id) == (
+    assert (wanted(written).source, wanted(written).by, wanted(written).why) == (path.name, "ana", "first")
+    assert (wanted(written).weights_id, wanted(written).graph_id) == (
         weights_id_of(path),
         service.tiny.manifest.graph_id,
     )
-    assert service.desired_store.locate(written.weights) == path
+    assert service.desired_store.locate(wanted(written)) == path
 
 
 def test_a_desired_store_may_move_with_its_weights(service: Service, tmp_path: Path) -> None:
@@ -101,8 +100,7 @@ def test_by_and_why_are_texts_of_a_maximum_length(odd: Any, said: str, service: 
 def test_a_rollback_withdraws_what_came_later_and_holds(service: Service) -> None:
     ids = [service.promote(seed) for seed in range(1, 6)]
     rolled = service.desired_store.rollback(to=ids[1][:12], revision=5, by="ana", why="slow")
-    assert rolled.weights is not None
-    assert (rolled.weights.weights_id, rolled.weights.by, rolled.weights.why) == (ids[1], "ana", "slow")
+    assert (wanted(rolled).weights_id, wanted(rolled).by, wanted(rolled).why) == (ids[1], "ana", "slow")
     assert [each.weights_id for each in rolled.history] == ids[:1]
     assert [each.weights_id for each in rolled.withdrawn] == ids[2:]
     assert rolled.hold is not None
@@ -121,13 +119,11 @@ def test_weights_that_are_desired_already_are_recorded_with_their_newest_file(se
     state = desired_store.promote(
         service.folder / "v1.safetensors", known=Known(first, labels={"step": "1"}), by="run 2"
     )
-    assert state.weights is not None
-    assert (state.revision, state.weights.labels, state.weights.by) == (2, {"step": "1"}, "run 2")
+    assert (state.revision, wanted(state).labels, wanted(state).by) == (2, {"step": "1"}, "run 2")
     assert (state.weights_id, state.history) == (first, ())
     again = service.tiny.write(service.folder / "again.safetensors", service.tiny.values(1))
     state = desired_store.promote(again, by="run 3")
-    assert state.weights is not None
-    assert (state.revision, state.weights.source) == (3, "again.safetensors")
+    assert (state.revision, wanted(state).source) == (3, "again.safetensors")
     held = desired_store.hold(revision=3, by="ana")
     assert desired_store.promote(service.folder / "v1.safetensors", by="run 4") == held
 
@@ -205,11 +201,10 @@ def test_a_delta_is_desired_with_what_it_starts_from(
         service.desired_store.rollback(revision=3)
         assert follower.wait(30, revision=4)
         assert serves(model, 1)
-    assert state.weights is not None
-    assert [Path(base.source).name for base in state.weights.bases or ()] == ["v0.safetensors", "d0-1.safetensors"]
+    assert [Path(base.source).name for base in wanted(state).bases or ()] == ["v0.safetensors", "d0-1.safetensors"]
     delta(0, 1).write_bytes(delta(1, 2).read_bytes())
     with pytest.raises(UnexpectedWeights):
-        service.desired_store.rollback(revision=4, to=state.weights.weights_id)
+        service.desired_store.rollback(revision=4, to=wanted(state).weights_id)
     monkeypatch.setattr(document, "MOST_BASES", 1)
     with pytest.raises(Unsupported, match=r"after 2 files.*but at most 1 can be.*--compact FILE"):
         service.desired_store.set(delta(1, 3), revision=4)
@@ -221,9 +216,7 @@ def test_a_delta_that_is_desired_already_may_be_asked_for_again(service: Service
     once = service.desired_store.promote(delta(0, 1))
     assert service.desired_store.promote(delta(0, 1)) == once
     again = service.desired_store.set(delta(0, 1), revision=2)
-    assert again.weights is not None
-    assert once.weights is not None
-    assert (again.revision, again.weights.bases) == (3, once.weights.bases)
+    assert (again.revision, wanted(again).bases) == (3, wanted(once).bases)
     assert service.set(1) == service.desired  # the full set of the same weights
     assert service.desired_store.promote(delta(0, 1)).revision == 4
     with pytest.raises(BaseMismatch):  # the full set is no base of it
@@ -257,10 +250,9 @@ def test_a_chain_is_made_shorter_and_nobody_who_serves_it_notices(
         after = desired_store.compact(chained.folder / "short.safetensors", revision=revision, full=full)
         assert follower.wait(60, revision=revision + 1)
         assert [receipt.generation for receipt in model.history] == [0]
-    assert before.weights is not None
     assert after == desired_store.read()
-    bases = msgspec.UNSET if full else before.weights.bases[:1]  # type: ignore[index]
-    shorter = msgspec.structs.replace(before.weights, source="short.safetensors", bases=bases)
+    bases = msgspec.UNSET if full else wanted(before).bases[:1]  # type: ignore[index]
+    shorter = msgspec.structs.replace(wanted(before), source="short.safetensors", bases=bases)
     assert after == msgspec.structs.replace(before, revision=revision + 1, weights=shorter)
     for seed in range(1, 4):
         delta(seed, seed + 1).unlink()
@@ -432,7 +424,7 @@ def test_a_publisher_replaces_a_chain_by_promoting_the_same_weights(
     with pytest.raises(BaseMismatch):
         chained.desired_store.set(other, revision=7)
     assert chained.set(4) == weights_id
-    assert chained.desired_store.read().weights.bases is msgspec.UNSET  # type: ignore[union-attr]
+    assert wanted(chained.desired_store.read()).bases is msgspec.UNSET  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -446,11 +438,10 @@ def test_a_compaction_that_is_killed_leaves_the_old_chain_or_the_new_one(chained
             choose.random() * longest,
         )
         state = chained.desired_store.read()
-        assert state.weights is not None
         model.swap(chained.folder / "v0.safetensors" if number % 2 else chained.write(9))
-        request = chained.desired_store.located(state.weights)
+        request = chained.desired_store.located(wanted(state))
         onto = [(base.source, base.weights_id) for base in request.bases or ()]
-        model.stage(chained.desired_store.locate(state.weights), onto=onto, expect=state.weights_id).commit()
+        model.stage(chained.desired_store.locate(wanted(state)), onto=onto, expect=state.weights_id).commit()
         assert serves(model, 4)
         found[state.revision] += 1
         longest *= 1.3 if state.revision == 5 else 1 / 1.3
@@ -478,8 +469,7 @@ def test_a_long_chain_has_room(service: Service) -> None:
         state = desired_store.promote(
             folder / f"d{number}.safetensors", known=Known(ids[number], base=base, through=through)
         )
-    assert state.weights is not None
-    assert [base.weights_id for base in state.weights.bases or ()] == ids[:MOST_BASES]
+    assert [base.weights_id for base in wanted(state).bases or ()] == ids[:MOST_BASES]
     assert (service.folder / "desired.json").stat().st_size <= document.KEPT_BYTES
     assert 1 < len(state.history) <= MOST_KEPT
     with pytest.raises(Unsupported, match=rf"after {MOST_BASES + 1} files .*--compact FILE"):
@@ -503,8 +493,7 @@ def test_whatever_trainers_write_operators_can_write(service: Service, monkeypat
             with pytest.raises(Unsupported):
                 desired_store.promote(service.folder / "v.safetensors", known=Known("f" * 64, labels=said(66_000)))
             state = desired_store.hold(revision=revision, **longest)
-            assert state.weights is not None
-            assert state.weights.labels == said(65_000)
+            assert wanted(state).labels == said(65_000)
             target = state.history[-8].weights_id
             state = desired_store.rollback(revision=revision + 1, to=target, known_there=True, **longest)
             assert state.weights_id == target
@@ -590,28 +579,21 @@ def with_field(field: str, value: str) -> bytes:
 
 
 BROKEN = {
-    "empty": (b"", "not a desired state"),
-    "torn": (b'{"desired_version": 1, "revision": 4, "wei', "not a desired state"),
-    "a list": (b"[]", "not a desired state"),
-    "no text": (b"\xff\xfe\x00", "not a desired state"),
-    "of another version": (b'{"desired_version": 2, "revision": 1}', "format version 2; this runtime reads 1"),
-    "without a version": (b'{"revision": 1}', "no version"),
-    "without a revision": (b'{"desired_version": 1}', "no revision"),
-    "a negative revision": (b'{"desired_version": 1, "revision": -1}', "not a desired state"),
-    "an unknown field": (b'{"desired_version": 1, "revision": 1, "more": 2}', "unknown field `more`"),
-    "no id": (
-        b'{"desired_version": 1, "revision": 1, "weights": {"source": "v", "weights_id": "x", "since": 0}}',
-        "not a desired state",
-    ),
-    "no source": (
-        b'{"desired_version": 1, "revision": 1, "weights": {"source": "", "weights_id": "%s", "since": 0}}'
-        % (b"0" * 64),
-        "not a desired state",
-    ),
-    "deep": (b"[" * 100_000, "not a desired state"),
-    "deep in a field": (b'{"desired_version": 1, "revision": 1, "more": ' + b"[" * 100_000, "not a desired state"),
+    "empty": b"",
+    "torn": b'{"desired_version": 1, "revision": 4, "wei',
+    "a list": b"[]",
+    "no text": b"\xff\xfe\x00",
+    "of another version": b'{"desired_version": 2, "revision": 1}',
+    "without a version": b'{"revision": 1}',
+    "without a revision": b'{"desired_version": 1}',
+    "a negative revision": b'{"desired_version": 1, "revision": -1}',
+    "an unknown field": b'{"desired_version": 1, "revision": 1, "more": 2}',
+    "no id": with_field("weights_id", '"x"'),
+    "no source": with_field("source", '""'),
+    "deep": b"[" * 100_000,
+    "deep in a field": b'{"desired_version": 1, "revision": 1, "more": ' + b"[" * 100_000,
     **{
-        f"{field} of {value}": (with_field(field, value), "not a desired state")
+        f"{field} of {value}": with_field(field, value)
         for field, values in {
             "revision": ("1e400", "9007199254740992", "1" + "0" * 400, "1.5", '"1"', "NaN"),
             "desired_version": ("1" + "0" * 400, "1" + "0" * 5000, "1.5", '"1"', "[[]]", "true"),
@@ -621,16 +603,22 @@ BROKEN = {
         }.items()
         for value in values
     },
-    "large": (b" " * (5 << 20), "more than a desired state can have"),
+    "large": b" " * (5 << 20),
+}
+REASONS = {
+    "of another version": "format version 2; this runtime reads 1",
+    "without a version": "no version",
+    "without a revision": "no revision",
+    "an unknown field": "unknown field `more`",
+    "large": "more than a desired state can have",
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_an_invalid_document_is_neither_read_nor_overwritten(name: str, service: Service) -> None:
-    content, says = BROKEN[name]
-    path = service.write(1)
+    path, content = service.write(1), BROKEN[name]
     (service.folder / "desired.json").write_bytes(content)
-    with pytest.raises(DesiredError, match=says):
+    with pytest.raises(DesiredError, match=REASONS.get(name, "not a desired state")):
         service.desired_store.read()
     for write in (lambda: service.desired_store.set(path, revision=0), lambda: service.desired_store.promote(path)):
         with pytest.raises(DesiredError):
@@ -799,8 +787,7 @@ def test_of_several_writers_none_loses_what_it_was_told_is_written(service: Serv
     last = service.desired_store.read()
     assert sorted(revisions) == list(range(1, last.revision + 1))  # each was written, by one writer
     assert set(revisions.values()) == {1}
-    assert last.weights is not None
-    assert last.revision in won[last.weights.by]
+    assert last.revision in won[wanted(last).by]
     assert {path.name for path in service.folder.iterdir()} == {
         *(path.name for path in paths),
         "desired.json",
