@@ -235,6 +235,7 @@ def test_outputs_outlive_the_model(made: Path) -> None:
     np.testing.assert_array_equal(kept, X * TRIPLE)
 
 
+@pytest.mark.slow
 def test_every_kind_of_weight_and_constant(tmp_path: Path) -> None:
     model = Everything()
     methods = {

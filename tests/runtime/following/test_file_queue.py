@@ -276,33 +276,28 @@ def test_a_file_is_opened_only_when_it_is_new(start: Start, rig: FileQueueRig, m
 
 
 @pytest.mark.parametrize(
-    ("index", "reports"),
+    ("name", "index", "report"),
     [
-        (False, [("skipped model-00001-of-00003", "WeightsMismatch")]),
-        (True, [("skipped model.safetensors.index", "Unsupported")]),
+        ("model-0000{}-of-00003", False, ("skipped model-00001-of-00003", "WeightsMismatch")),
+        ("model-0000{}-of-00003", True, ("skipped model.safetensors.index", "Unsupported")),
+        (
+            "shard-0000{}-model-00001-of-00001",
+            False,
+            ("skipped shard-00001-model-00001-of-00001", "WeightsMismatch"),
+        ),
     ],
+    ids=["shards", "an index", "parts of ranks"],
 )
 def test_a_set_of_several_files_is_reported_once(
-    index: bool, reports: list[tuple[str, str]], rig: FileQueueRig
+    name: str, index: bool, report: tuple[str, str], rig: FileQueueRig
 ) -> None:
-    """By its index; by its first shard, if the index comes later or never."""
+    """By its index; by its first file, if the index comes later or never."""
     if index:
         (rig.folder / "model.safetensors.index.json").write_text("{}")
     for number in (1, 2, 3):
-        save_file({"weight": torch.ones(3, 5)}, rig.folder / f"model-0000{number}-of-00003.safetensors")
+        save_file({"weight": torch.ones(3, 5)}, rig.folder / f"{name.format(number)}.safetensors")
         rig.poll()
         rig.poll()
     rig.write("v1", 1)
     rig.poll()
-    assert (rig.committed, rig.reports, len(rig.file_queue.skipped)) == (["v1"], reports, 1)
-
-
-def test_the_parts_of_ranks_are_reported_once(rig: FileQueueRig) -> None:
-    for rank in (1, 2, 3):
-        save_file({"weight": torch.ones(1, 5)}, rig.folder / f"shard-0000{rank}-model-00001-of-00001.safetensors")
-        rig.poll()
-        rig.poll()
-    rig.write("v1", 1)
-    rig.poll()
-    reports = [("skipped shard-00001-model-00001-of-00001", "WeightsMismatch")]
-    assert (rig.committed, rig.reports, len(rig.file_queue.skipped)) == (["v1"], reports, 1)
+    assert (rig.committed, rig.reports, len(rig.file_queue.skipped)) == (["v1"], [report], 1)

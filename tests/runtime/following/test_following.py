@@ -375,19 +375,6 @@ def test_refusals_keep_no_descriptors_and_no_stagings(service: Service) -> None:
     assert [thing for thing in gc.get_objects() if isinstance(thing, Staged | Job)] == []
 
 
-def test_goldens_are_tried_as_in_a_swap(service: Service) -> None:
-    model = load(service.tiny.path)
-    path = service.write(1)
-    (service.folder / "v1.goldens.safetensors").write_bytes(b"damaged")
-    service.desired_store.set(path, revision=0)
-    with model.follow(service.folder, SOON) as follower:
-        assert eventually(lambda: "v1.goldens" in follower.status.error)
-        assert model.generation is None
-        (service.folder / "v1.goldens.safetensors").unlink()
-        assert follower.wait(60)
-        assert serves(model, 1)
-
-
 def test_an_index_and_its_shards_are_tried_again_when_one_of_their_files_changes(service: Service) -> None:
     folder = service.folder / "sharded"
     folder.mkdir()

@@ -127,16 +127,6 @@ def test_a_callback_that_swaps_is_refused_at_once(model: Model, directory: Direc
     assert serves(model, 2)
 
 
-def test_a_file_is_taken_when_its_goldens_are_whole(model: Model, directory: Directory) -> None:
-    goldens = directory.path / "v1.goldens.safetensors"
-    goldens.write_bytes(b"cut off")
-    with model.watch(directory.path, SOON) as watcher:
-        path = directory.write(1)
-        assert eventually(lambda: path.name in watcher.skipped)
-        goldens.unlink()
-        assert eventually(lambda: model.generation == 0)
-
-
 @pytest.mark.usefixtures("_places")
 def test_a_delta_that_waits_is_told(tiny: TinyArtifact, directory: Directory, tmp_path: Path) -> None:
     model = load(tiny.path, directory.write(1))
