@@ -20,6 +20,7 @@ from tests import ROOT
 from tests.runtime.transfer.test_groups import group_of
 from tests.support import warm
 from tests.support.administered import TOKEN, administered
+from tests.support.descriptors import descriptors
 from tests.support.recommender import ITEMS, USERS, Recommender, sparse_optimizers, train
 from tests.support.refusals import because
 from weightswap_exporter import RowTracker, export, pack
@@ -246,11 +247,11 @@ def test_several_ranks_have_no_rows(artifact: Artifact, at: str) -> None:
 def test_no_descriptor_is_left(trainer: Trainer, served: Model) -> None:
     trainer.send(served)
     trainer.send(served)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     for _ in range(5):
         trainer.send(served)
     gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    assert descriptors() <= before
 
 
 @pytest.mark.parametrize("seed", range(4))
