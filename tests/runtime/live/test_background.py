@@ -199,7 +199,7 @@ def test_a_rollback_does_not_wait_for_a_swap_and_undo_it(model: Model, weight_fi
     swap.start()
     while model.generation == 0 and not model._store.job:
         time.sleep(0.001)
-    with pytest.raises(StagingBusy, match='busy="wait"'):
+    with pytest.raises(StagingBusy):
         model.rollback()
     swap.join()
     assert serves(model, 1)

@@ -28,6 +28,8 @@ class Place:
 class GateMachine(RuleBasedStateMachine):
     """A state machine with one thread and two places: which is current, and how many leases each has."""
 
+    pool: ThreadPoolExecutor
+
     @initialize()
     def start(self) -> None:
         self.gate: Gate[Place] = Gate()
@@ -78,10 +80,9 @@ class GateMachine(RuleBasedStateMachine):
         """In the thread that has the leases, which is told at once, and in another one."""
         place, gate = self.places[index], self.gate
         is_leased = any(leased is place for leased, _ in self.leases)
-        with ThreadPoolExecutor(1) as pool:
-            for wait in (gate.wait_idle, lambda *given: pool.submit(gate.wait_idle, *given).result()):
-                with pytest.raises(WaitTimeout) if is_leased else nullcontext():
-                    wait(place, 0)
+        for wait in (gate.wait_idle, lambda *given: self.pool.submit(gate.wait_idle, *given).result()):
+            with pytest.raises(WaitTimeout) if is_leased else nullcontext():
+                wait(place, 0)
 
     @invariant()
     def leases_add_up(self) -> None:
@@ -90,7 +91,8 @@ class GateMachine(RuleBasedStateMachine):
 
 
 def test_any_order_of_steps() -> None:
-    run_in_any_order(GateMachine, 60, 50)
+    with ThreadPoolExecutor(1) as pool:
+        run_in_any_order(GateMachine, 60, 50, pool=pool)
 
 
 def opened() -> tuple[Gate[Place], Place]:
@@ -171,11 +173,8 @@ def test_holds_come_one_after_another() -> None:
             with lock:
                 inside -= 1
 
-    threads = [threading.Thread(target=commit) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(10)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: commit(), range(4)))
     assert most == 1
 
 

@@ -207,7 +207,7 @@ def test_ranks_that_send_other_steps_are_refused(rig: Rig, tiny: TinyArtifact) -
         other = pool.submit(second.send, cut(tiny.values(2), 1, 2), labels={"step": "2"})
         with pytest.raises(WeightsMismatch, match="labels differ between the trainer's ranks"):
             first.send(cut(tiny.values(1), 0, 2), labels={"step": "1"})
-        with pytest.raises(WeightsMismatch, match="labels differ"):
+        with pytest.raises(WeightsMismatch):
             other.result(20)
     for refusal in rig.send(lambda rank: cut(tiny.values(1), rank, 2), labels={"step": 7}):
         assert isinstance(refusal, Unsupported)

