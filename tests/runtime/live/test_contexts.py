@@ -112,20 +112,6 @@ def test_what_a_swap_does_is_the_contexts_policy(served: Served, files: Files) -
     assert served.model.swap(files.weights[1]).contexts == {"invalidated": 1}
 
 
-@torch.no_grad()
-def test_a_context_lives_again_when_its_weights_come_back(model: Model, files: Files) -> None:
-    context, eager = model.new_context(), files.eager(0)
-    assert torch.equal(model(X, context=context), eager(X))
-    model.swap(files.weights[1])
-    with pytest.raises(StaleState):
-        model(X, context=context)
-    model.rollback()
-    assert torch.equal(model(X, context=context), eager(X))
-    model.swap(files.weights[1])
-    context.reset()
-    assert torch.equal(model(X, context=context), files.eager(1)(X))
-
-
 def test_a_pinned_context_keeps_its_weights_until_it_is_closed(residency: str, files: Files) -> None:
     served = Served(files, residency=residency)
     model, context = served.model, served.model.new_context(on_swap="pin")

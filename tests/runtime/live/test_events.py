@@ -310,25 +310,6 @@ def test_an_observer_that_fails_harms_no_call(
     assert len(caplog.records) == 2
 
 
-def test_progress_is_that_of_the_staging_under_way(
-    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load(tiny.path, weight_file(1))
-    assert model.progress is None
-    seen = []
-    model.listen(lambda event: seen.append(model.progress))
-    original = WeightStore._stage
-
-    def look(store: WeightStore, member: object, weights: object, request: object, job: object) -> object:
-        seen.append(model.progress)
-        return original(store, member, weights, request, job)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(WeightStore, "_stage", look)
-    model.swap(weight_file(2))
-    assert seen == [None, ("opening", 0, 0), None, None]
-    assert model.progress is None
-
-
 SWAPS = """
 import logging, sys
 from weightswap_runtime import WeightFileError, load

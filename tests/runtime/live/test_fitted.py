@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 
 from tests.support.in_context import CAPACITY, FEATURES, InContext, methods, task
-from tests.support.pages import python
 from tests.support.refusals import because
 from weightswap_exporter import export, pack
 from weightswap_runtime import Context, ContextError, InputMismatch, Model, load
@@ -86,22 +85,6 @@ def test_a_fit_is_taken_elsewhere_without_the_weights(here: str, there: str, fil
         assert same(second if here == "torch" else first, found, expected)
     saved = safetensors.torch.load_file(path)
     assert not any(torch.equal(value, weight) for value in saved.values() for weight in files.models[0].parameters())
-
-
-def test_a_fit_goes_on_in_another_process(files: Files, tmp_path: Path) -> None:
-    model, path, x, y = files.served(), tmp_path / "fit.safetensors", *task(4, 5)
-    with model.new_context() as context:
-        call(model, "fit", x, y, context=context)
-        context.save(path)
-    torch.save(NEW, tmp_path / "new.pt")
-    python(
-        tmp_path,
-        "import torch; from weightswap_runtime import load\n"
-        f"model = load({str(files.artifact.path)!r}, {str(files.weights[0])!r})\n"
-        f"context = model.load_context({str(path)!r})\n"
-        f"torch.save(model.predict(torch.load('new.pt'), context=context), 'scores.pt')",
-    )
-    assert torch.equal(torch.load(tmp_path / "scores.pt"), files.expected(0, x, y, NEW))
 
 
 def test_a_fit_over_another_base_or_with_a_part_gone_is_refused(files: Files, tmp_path: Path) -> None:

@@ -135,59 +135,6 @@ def test_a_hold_waits_for_leases_and_keeps_new_calls_waiting() -> None:
     assert order == ["held", "committed", "second"]
 
 
-def test_a_hold_that_gives_up_lets_the_calls_go() -> None:
-    gate, place = opened()
-    lease = Claim()
-    gate.acquire(lease)
-    failures: list[BaseException] = []
-
-    def commit() -> None:
-        try:
-            with gate.hold(place, 0.05):
-                pass
-        except WaitTimeout as error:
-            failures.append(error)
-
-    committer = threading.Thread(target=commit)
-    committer.start()
-    committer.join(10)
-    assert "when the timeout expired" in str(failures[0])
-    own = Claim()
-    gate.release(gate.acquire(own).session, own)
-    gate.release(place, lease)
-
-
-def test_holds_come_one_after_another() -> None:
-    gate, place = opened()
-    inside = 0
-    most = 0
-    lock = threading.Lock()
-
-    def commit() -> None:
-        nonlocal inside, most
-        with gate.hold(place, 10):
-            with lock:
-                inside += 1
-                most = max(most, inside)
-            time.sleep(0.01)
-            with lock:
-                inside -= 1
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: commit(), range(4)))
-    assert most == 1
-
-
-def test_a_lease_may_be_given_back_by_another_thread() -> None:
-    gate, place = opened()
-    lease = Claim()
-    gate.acquire(lease)
-    other = threading.Thread(target=gate.release, args=(place, lease))
-    other.start()
-    other.join(10)
-    gate.wait_idle(place, 0)
-
-
 def test_a_thread_with_the_number_of_one_that_ended_has_not_pinned_anything() -> None:
     gate, place = opened()
     numbers: list[int] = []

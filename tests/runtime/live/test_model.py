@@ -85,21 +85,6 @@ def test_stage_commit_discard(tiny: TinyArtifact, weight_file: WriteWeights, res
     assert serves(model, 2)
 
 
-def test_rollback_goes_back_and_forth(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> None:
-    model = load(tiny.path, weight_file(0), residency=residency, keep_previous="host")
-    first = model.weights_id
-    model.swap(weight_file(1))
-    receipt = model.rollback()
-    assert serves(model, 0)
-    assert (receipt.generation, receipt.weights_id, receipt.source) == (2, first, "rollback")
-    model.rollback()
-    assert serves(model, 1)
-    model.swap(weight_file(2))
-    model.rollback()
-    assert serves(model, 1)
-    assert model.generation == 5
-
-
 def test_single_residency_keeps_nothing_unless_asked(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     model = load(tiny.path, weight_file(0), residency="single")
     model.swap(weight_file(1))

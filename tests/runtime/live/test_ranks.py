@@ -26,9 +26,7 @@ from tests.support.sessions import bound_of
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import Model, Ranks, load, write_delta
 from weightswap_runtime.errors import (
-    InputMismatch,
     ModelFailed,
-    NothingToRollBack,
     RanksLost,
     RanksRefused,
     Unsupported,
@@ -254,48 +252,27 @@ def test_one_rank_may_take_longer_than_the_timeout_to_open(files: Files, monkeyp
     assert on_ranks(2, run, timeout=0.8) == [True, True]
 
 
-def test_nothing_to_roll_back_is_the_refusal_of_all(files: Files) -> None:
-    def work(model: Model, _: Ranks) -> None:
-        error = caught(model.rollback)
-        assert isinstance(error, RanksRefused)
-        assert isinstance(error.__cause__, NothingToRollBack)
-        assert serves(model, 1)
-
-    together(files, work)
-
-
-def test_ranks_at_different_steps_do_neither(files: Files) -> None:
-    def work(model: Model, ranks: Ranks) -> None:
-        error = caught(lambda: model(X) if ranks.rank else model.swap(files.sets[2]))
-        assert isinstance(error, RanksRefused)
-        assert error.reasons == {0: "is at another step: swap", 1: "is at another step: call of forward"}
-        assert serves(model, 1)
-
-    together(files, work)
-
-
-CALLS: dict[str, tuple[Any, Any]] = {
-    "shapes": (X, X[:1]),
-    "values": (X, X + 1),
-    "one that is none": (X, X.double()),
+APART: dict[str, tuple[Callable[[Model, Files, int], Any], str]] = {
+    "a rollback to nothing": (lambda model, files, rank: model.rollback(), "nothing was committed before"),
+    "a call and a swap": (
+        lambda model, files, rank: model(X) if rank else model.swap(files.sets[2]),
+        "is at another step: call of forward",
+    ),
+    "inputs that no rank takes": (lambda model, files, rank: model(X.double()), "InputMismatch"),
+    "other shapes": (lambda model, files, rank: model((X, X[:1])[rank]), "float32[2, 4]"),
+    "other values": (lambda model, files, rank: model((X, X + 1)[rank]), "float32[2, 4]"),
+    "inputs that one rank does not take": (lambda model, files, rank: model((X, X.double())[rank]), "InputMismatch"),
 }
 
 
-@pytest.mark.parametrize("what", CALLS)
-def test_calls_with_different_inputs_are_refused_before_they_run(what: str, files: Files) -> None:
+@pytest.mark.parametrize(("use", "says"), APART.values(), ids=APART)
+def test_what_ranks_cannot_do_together_is_refused(
+    use: Callable[[Model, Files, int], Any], says: str, files: Files
+) -> None:
     def work(model: Model, ranks: Ranks) -> None:
-        error = caught(lambda: model(CALLS[what][ranks.rank]))
+        error = caught(lambda: use(model, files, ranks.rank))
         assert isinstance(error, RanksRefused)
-        assert "float32[2, 4]" in str(error) or "InputMismatch" in str(error)
-        assert serves(model, 1)
-
-    together(files, work)
-
-
-def test_an_input_that_no_rank_takes_is_refused_by_name(files: Files) -> None:
-    def work(model: Model, _: Ranks) -> None:
-        error = caught(lambda: model(X.double()))
-        assert isinstance(error.__cause__, InputMismatch)
+        assert says in str(error)
         assert serves(model, 1)
 
     together(files, work)

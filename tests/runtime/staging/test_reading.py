@@ -53,16 +53,6 @@ def test_every_byte_arrives_with_its_digest(round_: int, tmp_path: Path) -> None
         assert arena.layout.slots[name].offset % 256 == 0
 
 
-def test_tied_tensors_are_all_read_for_their_digests(tmp_path: Path) -> None:
-    path = tmp_path / "file.safetensors"
-    safetensors.numpy.save_file({"a": np.ones(4), "b": np.zeros(4)}, path)
-    arena = HostArena(ArenaLayout([NamedTensor(name="w", dtype="F64", shape=(4,))]))
-    with open_weights(path) as opened:
-        findings = reading.read_tensors(opened, {"w": ("a", "b")}, arena, WORKERS, Job())
-    assert bytes(arena.view("w")) == np.ones(4).tobytes()
-    assert findings.digests["b"] == (blake3(bytes(32)).digest(),)
-
-
 @settings(max_examples=40)
 @given(st.permutations(range(4)), st.tuples(*[st.integers(1, 4)] * 4), st.sampled_from(["u1", "u2", "f4", "c8"]))
 def test_tensors_are_laid_out_in_the_order_that_the_model_keeps_them(

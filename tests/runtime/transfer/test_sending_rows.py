@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import ROOT
 from tests.runtime.transfer.test_groups import group_of
-from tests.support import warm
 from tests.support.administered import TOKEN, administered
 from tests.support.descriptors import descriptors
 from tests.support.recommender import ITEMS, USERS, Recommender, sparse_optimizers, train
@@ -275,32 +272,6 @@ def test_whatever_comes_between_rows_lead_to_the_model(trainer: Trainer, served:
             trainer.sent = {name: torch.full_like(value, torch.nan) for name, value in trainer.sent.items()}
         kinds.append(trainer.send(served))
     assert "delta" in kinds
-
-
-TRAINER = """
-import sys
-from pathlib import Path
-import torch
-from tests.support.recommender import Recommender, sparse_optimizers, train
-from weightswap_exporter import RowTracker, pack
-from weightswap_runtime import Sender
-torch.manual_seed(7)
-model = Recommender()
-optimizers = sparse_optimizers(model)
-tracker = RowTracker(model, *optimizers)
-with Sender(sys.argv[1], sys.argv[2], timeout=20) as sender:
-    for step in range(4):
-        train(model, optimizers)
-        receipt = sender.send(model, rows=tracker)
-        print(receipt.kind, receipt.weights_id == pack(model, sys.argv[2], out=sys.argv[3]).weights_id)
-"""
-
-
-def test_a_trainer_in_a_process_of_its_own(served: Model, at: str, artifact: Artifact, tmp_path: Path) -> None:
-    command = [warm.python(), "-c", TRAINER, at, str(artifact.path), str(tmp_path / "full.safetensors")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines() == ["full True", *["delta True"] * 3]
-    assert served.weights_id == load(artifact, tmp_path / "full.safetensors").weights_id
 
 
 # the other ways
