@@ -138,8 +138,6 @@ def reconfigured(source: Path, folder: Path, changes: dict[str, Any]) -> None:
         ({"layers_to_transform": [1], "layers_pattern": "(.+)+x"}, Unsupported, "may take forever"),
         ({"rank_pattern": {f".*.*.*_{index}": 1 for index in range(3000)}}, Unsupported, "may take forever"),
         ({"alpha_pattern": {f".*.*.*_{index}": 1 for index in range(900)}}, Unsupported, "may take forever"),
-        ({"rank_pattern": {f"a{index}": 1 for index in range(300_000)}}, WeightFileError, "expected at most"),
-        ({"rank_pattern": {f"[a]{index}": 1 for index in range(30_000)}}, WeightFileError, "expected at most"),
         ({"rank_pattern": {"[a]" * 100_000: 1}}, WeightFileError, "expected at most"),
     ],
 )

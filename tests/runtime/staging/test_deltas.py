@@ -47,11 +47,9 @@ from weightswap_runtime.staging.request import Staging, SwapRequest
 from weightswap_runtime.tensors import TensorType, block_digests
 from weightswap_runtime.threads import WorkerThreads
 
-pytestmark = pytest.mark.usefixtures("_blocks")
-
 
 @pytest.mark.parametrize(("base", "new"), [(0, 1), (2, 0), (1, 1)])
-@pytest.mark.usefixtures("_places")
+@pytest.mark.usefixtures("_places", "_blocks")
 def test_a_delta_gives_the_weights_of_the_full_file(
     base: int, new: int, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
 ) -> None:
@@ -63,6 +61,7 @@ def test_a_delta_gives_the_weights_of_the_full_file(
 
 
 @pytest.mark.pairwise
+@pytest.mark.usefixtures("_blocks")
 @pytest.mark.parametrize("shape", [(5, 27), (8, 20), (24, 8), (9, 37), (1000, 1), (65, 1, 1)])
 @pytest.mark.parametrize("places", [[0], [-1], [0, -1], [60, -2]])
 def test_a_file_has_what_changes(shape: tuple[int, ...], places: list[int], tmp_path: Path) -> None:
@@ -83,7 +82,7 @@ def test_a_file_has_what_changes(shape: tuple[int, ...], places: list[int], tmp_
         assert written["rows:w"].tolist() == np.flatnonzero(changed).tolist()
 
 
-@pytest.mark.usefixtures("_places")
+@pytest.mark.usefixtures("_places", "_blocks")
 def test_a_chain_is_taken_in_order_and_refused_otherwise(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
 ) -> None:
@@ -179,7 +178,6 @@ def test_rows_that_follow_each_other_are_one_range(tmp_path: Path) -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-@pytest.mark.sampled(1)
 def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.MonkeyPatch.context() as patch:
         make_blocks_small(patch, data.draw(st.sampled_from([8, 24, 64])))

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from tests import ROOT
 from tests.support import warm
 from tests.support.descriptors import descriptors
+from tests.support.forks import in_a_child
 from tests.support.refusals import because
 from tests.support.tiny import TinyArtifact, Values, WriteWeights, serves
 from tests.support.watched import eventually
@@ -450,14 +452,13 @@ def test_a_send_within_a_send_is_refused(sender: Sender) -> None:
 @pytest.mark.usefixtures("receiver")
 def test_a_forked_child_makes_its_own_sender(sender: Sender, served: Model) -> None:
     sender.send(TinyArtifact.values(1))
-    child = os.fork()
-    if not child:
-        try:
+
+    def child() -> bool:
+        with pytest.raises(TransferFailed, match="made before a fork"):
             sender.send(TinyArtifact.values(2))
-        except TransferFailed as error:
-            os._exit(7 if "made before a fork" in str(error) else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        return True
+
+    assert in_a_child(child)
     sender.send(TinyArtifact.values(3))
     assert serves(served, 3)
 
@@ -518,32 +519,20 @@ def test_a_trainer_that_is_killed_leaves_whole_weights(
         assert serves(served, int(served.history[-1].labels["seed"]))
 
 
-class Silent(threading.Thread):
-    """A receiver that welcomes a sender and then does nothing."""
-
-    def __init__(self, at: str, graph_id: str) -> None:
-        super().__init__(daemon=True)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(at.removeprefix("unix:"))
-        self._listener.listen()
-        self._graph_id, self.over = graph_id, threading.Event()
-
-    def run(self) -> None:
-        with self._listener:
-            channel = Channel(self._listener.accept()[0])
-            channel.receive(Greeting, Far)
-            channel.send(Welcome(), Far)
-            self.over.wait(30)
-            channel.close()
-
-
 def test_a_receiver_that_does_not_answer_is_given_up(tiny: TinyArtifact, at: str) -> None:
-    silent = Silent(at, tiny.manifest.graph_id)
-    silent.start()
-    with Sender(at, tiny.path, timeout=0.3) as sender, pytest.raises(TransferFailed, match="did not answer in time"):
-        sender.send(TinyArtifact.values(1))
-    silent.over.set()
-    silent.join()
+    def welcome() -> Channel:
+        channel = Channel(listener.accept()[0])
+        channel.receive(Greeting, Far)
+        channel.send(Welcome(), Far)
+        return channel
+
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(at.removeprefix("unix:"))
+        listener.listen()
+        silent = pool.submit(welcome)
+        with Sender(at, tiny.path, timeout=0.3) as sender, pytest.raises(TransferFailed, match="not answer in time"):
+            sender.send(TinyArtifact.values(1))
+        silent.result().close()
 
 
 def test_a_closed_sender_sends_nothing(tiny: TinyArtifact, at: str) -> None:

@@ -48,6 +48,26 @@ def at(tmp_path: Path) -> str:
     return f"unix:{tmp_path / 'x.sock'}"
 
 
+@pytest.fixture(
+    params=[
+        ("double", "ids"),
+        ("single", "tracker"),
+        pytest.param(("double", "tracker"), marks=pytest.mark.slow),
+        pytest.param(("single", "ids"), marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
+def setting(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The residency of what receives, and what says which rows are sent: neither side sees the other's."""
+    found: tuple[str, str] = request.param
+    return found
+
+
+@pytest.fixture
+def residency(setting: tuple[str, str]) -> str:
+    return setting[0]
+
+
 @pytest.fixture
 def served(artifact: Artifact, at: str, residency: Any) -> Iterator[Model]:
     with load(artifact, Recommender(), residency=residency, keep_previous="host") as model, model.receive(at):
@@ -94,9 +114,9 @@ class Trainer:
         return receipt.kind
 
 
-@pytest.fixture(params=["ids", "tracker"])
-def trainer(request: pytest.FixtureRequest, sender: Sender, artifact: Artifact, tmp_path: Path) -> Trainer:
-    return Trainer(sender, artifact, tmp_path, request.param == "tracker")
+@pytest.fixture
+def trainer(setting: tuple[str, str], sender: Sender, artifact: Artifact, tmp_path: Path) -> Trainer:
+    return Trainer(sender, artifact, tmp_path, setting[1] == "tracker")
 
 
 def test_rows_travel_as_deltas(trainer: Trainer, served: Model) -> None:
@@ -277,18 +297,18 @@ def test_whatever_comes_between_rows_lead_to_the_model(trainer: Trainer, served:
 # the other ways
 
 
-@pytest.mark.parametrize("tracked", [False, True])
 def test_rows_travel_by_http(
-    tracked: bool, artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, residency: Any
+    setting: tuple[str, str], artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+    residency: Any = setting[0]
     with (
         load(artifact, Recommender(), residency=residency, keep_previous="host") as model,
         administered({"recommender": model}) as server,
     ):
         assert server.admin is not None
         with Sender(server.admin.where, artifact, timeout=20.0) as sender:
-            trainer = Trainer(sender, artifact, tmp_path, tracked)
+            trainer = Trainer(sender, artifact, tmp_path, setting[1] == "tracker")
             assert [trainer.send(model) for _ in range(3)] == ["full", "delta", "delta"]
             model.rollback()
             assert [trainer.send(model) for _ in range(2)] == ["full", "delta"]
