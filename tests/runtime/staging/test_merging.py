@@ -93,17 +93,6 @@ def test_of_each_byte_the_last_value_is_kept(seed: int, tmp_path: Path, monkeypa
         assert (tmp_path / "result").read_bytes() == files[-1].read_bytes()
 
 
-@pytest.mark.parametrize("through", [1, 2, 3])
-def test_a_merge_is_swapped_in_like_a_delta(
-    through: int, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, tmp_path: Path, residency: Any
-) -> None:
-    deltas = [delta(seed, seed + 1) for seed in range(through)]
-    model = load(tiny.path, weight_file(0), residency=residency)
-    receipt = model.swap(merge_deltas(deltas, tmp_path / "merged.safetensors").path)
-    assert (receipt.kind, receipt.generation, serves(model, through)) == ("delta", 1, True)
-    assert receipt.weights_id == load(tiny.path, weight_file(through)).weights_id
-
-
 def test_labels_are_those_of_the_last_and_what_lies_beside_it_is_copied(
     tiny: TinyArtifact, delta: WriteDelta, tmp_path: Path
 ) -> None:
