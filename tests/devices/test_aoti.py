@@ -22,7 +22,6 @@ from weightswap_exporter import compile_engines, export, pack
 from weightswap_runtime import Artifact, Unsupported, load
 from weightswap_runtime.engines.aoti import target_of
 from weightswap_runtime.engines.aoti_package import find_targets, gpu_target, package_file
-from weightswap_runtime.engines.choosing import choose_engine
 
 on_gpu = pytest.mark.skipif(torch.version.cuda is None, reason="AOTInductor compiles for CUDA alone here")
 ROWS = 8
@@ -204,7 +203,7 @@ def test_other_devices_are_refused(bare: Sums, monkeypatch: pytest.MonkeyPatch) 
         lambda: compile_engines(bare.artifact, ["aoti"], device="cuda"),
         lambda: load(bare.artifact, bare.files[0], engine="aoti", device="cuda"),
     ):
-        with pytest.raises(Unsupported, match=r"device 'cuda': this torch .* has no such device here; it has none"):
+        with pytest.raises(Unsupported):
             refused()
     with pytest.raises(Unsupported, match="device='cuda': what is compiled for onnx is the same for all devices"):
         compile_engines(bare.artifact, ["onnx"], device="cuda")
@@ -228,7 +227,3 @@ def test_a_missing_toolkit_is_named() -> None:
     )
     explained = aoti_compiler._explained("method 'forward'", said)
     assert "compiles for GPUs with the CUDA toolkit, and cannot find cuda.h. Install" in str(explained)
-
-
-def test_auto_does_not_take_it_on_a_device(bare: Sums) -> None:
-    assert choose_engine("auto", bare.artifact, "cuda:0") == "torch"

@@ -208,7 +208,7 @@ def test_torch_recovers_from_a_failed_capture(before: int, cuda: Cuda) -> None:
             raise torch.AcceleratorError("operation not permitted when stream is capturing")
         return []
 
-    with pytest.raises(torch.AcceleratorError, match="operation not permitted"):
+    with pytest.raises(torch.AcceleratorError):
         one.record(refused)
     assert cuda.in_order
     assert one.record(returning(3))[1] == [3]
@@ -230,7 +230,7 @@ def test_the_repairing_capture_has_a_stream_of_its_own(cuda: Cuda, monkeypatch: 
         return []
 
     other.record(returning(0))
-    with pytest.raises(torch.AcceleratorError, match="operation not permitted"):
+    with pytest.raises(torch.AcceleratorError):
         one.record(refused)
     assert len(began) == 3
     assert not {id(began[2])} & {id(began[0]), id(began[1]), id(warm_ups(accelerator)), id(accelerator.default)}
@@ -263,7 +263,7 @@ def test_work_of_a_failed_warm_up_precedes_later_work(cuda: Cuda) -> None:
 
     accelerator.slow = warm_ups(accelerator)
     ask("before")
-    with pytest.raises(ValueError, match="of a package"):
+    with pytest.raises(ValueError):
         recorder(accelerator).record(wrong)
     ask("after")
     accelerator.drain()

@@ -128,7 +128,7 @@ def test_a_capture_that_begins_while_a_commit_waits_for_calls_refuses_it_alone(
     staged = served.model.stage(weight_file(1))
     with monkeypatch.context() as patch:
         patch.setattr(gate, "_hold_idle", begin)
-        with pytest.raises(DeviceError, match="is being captured"):
+        with pytest.raises(DeviceError):
             staged.commit()
     stream.capturing = False
     monkeypatch.undo()

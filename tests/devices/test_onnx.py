@@ -20,10 +20,9 @@ from tests.support.setups import different
 from tests.support.storm import storm
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_runtime import Artifact, InputMismatch, Model, Unsupported, load
-from weightswap_runtime.engines import choosing
 from weightswap_runtime.engines import onnx_torch as onnx_accelerated
 from weightswap_runtime.engines import torch_cpu as torch_engine
-from weightswap_runtime.engines.choosing import choose_engine, open_engine
+from weightswap_runtime.engines.choosing import open_engine
 from weightswap_runtime.engines.engine import EngineOptions
 from weightswap_runtime.engines.onnx import OnnxGraph
 from weightswap_runtime.engines.onnx_torch import Counterpart, OnnxCall
@@ -277,14 +276,6 @@ def test_cuda_graphs_and_threads_are_refused(tmp_path: Path) -> None:
         open_engine("onnx", artifact, "cuda", EngineOptions(cuda_graphs="auto"))
     with pytest.raises(Unsupported, match=r"threads=2: .* a positive number with the engine 'onnx' on the CPU"):
         open_engine("onnx", artifact, "cuda", EngineOptions(threads=2))
-
-
-def test_auto_on_a_device_is_torch_whatever_the_processor_could_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    artifact = export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a")
-    monkeypatch.setattr(choosing, "can_run", lambda artifact: True)
-    assert (choose_engine("auto", artifact), choose_engine("auto", artifact, "cuda")) == ("aoti", "torch")
 
 
 @on_accelerator

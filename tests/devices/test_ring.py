@@ -48,6 +48,7 @@ def patch_of(spans: Sequence[tuple[int, memoryview]]) -> HostPatch:
     return HostPatch([ByteRanges.of(runs, memoryview(bytearray(b"".join(data for _, data in spans))))])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("width", [24, 20])  # of words of 8 bytes, and not
 def test_rows_of_a_patch_are_written_kept_and_read_where_they_are(seed: int, width: int) -> None:

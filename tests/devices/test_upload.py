@@ -155,6 +155,7 @@ def ranges(rng: np.random.Generator, size: int) -> Iterator[Copy]:
         target, begin = target + nbytes + int(rng.integers(300)), begin + nbytes + int(rng.integers(300))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("patience", [3600.0, 0.0])
 def test_each_range_arrives_however_late_the_device_copies(
@@ -384,6 +385,7 @@ def shards(rng: np.random.Generator, folder: Path) -> dict[str, np.ndarray]:
     return values
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("fails_at", [0, 1, 3, None])
 def test_weights_of_several_files_arrive(

@@ -62,12 +62,12 @@ def test_each_word_is_used_where_the_glossary_says(word: str, path: str) -> None
 
 
 def test_no_replaced_word_is_the_name_of_anything() -> None:
+    replaced = f"({'|'.join(INSTEAD)})"
     found = [
-        f"{path.relative_to(ROOT)}: {name}: not {word}"
+        f"{path.relative_to(ROOT)}: {name}"
         for path in PRODUCT
         for name in {path.stem, path.parent.name, *names(ast.parse(path.read_text()))}
-        for word in INSTEAD
-        if has(name, word)
+        if has(name, replaced)
     ]
     assert found == []
 

@@ -14,6 +14,7 @@ from tests.support.pages import blocks, page, python, served, shell
 from tests.support.ports import free_port
 
 
+@pytest.mark.slow
 def test_the_page_on_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, sending, by_http, by_group, *_ = blocks(page("memory"), "python")
     command, operated, serve, update, *_ = blocks(page("memory"), "sh")

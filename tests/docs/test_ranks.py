@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support import warm
 from tests.support.pages import blocks, page, python, shell
 
 
+@pytest.mark.slow
 def test_the_page_on_ranks(tmp_path: Path) -> None:
     built, served = blocks(page("ranks"), "python")
     command = re.search(r"```sh\n(.*?)```", page("ranks"), re.DOTALL)

@@ -115,6 +115,7 @@ def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dic
     assert calls[-6:] == ["canary", "canary", "commit", "commit", "rollback", "rollback"]
 
 
+@pytest.mark.slow
 def test_weights_are_signed(folder: Path) -> None:
     pytest.importorskip("model_signing")
     python(folder, BLOCKS["python"][0])  # v2.safetensors has been moved away

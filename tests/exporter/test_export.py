@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from tests import ROOT
 from tests.support import warm
-from tests.support.models import Counter, Does, Everything, Nested, Renamed, Views, doing
+from tests.support.models import Counter, Does, Everything, Nested, Views, doing
 from tests.support.setups import loaded, served
 from weightswap_exporter import MethodSpec, export, pack, skeleton
 from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported, load
@@ -56,16 +56,6 @@ def test_mutated_buffers_are_state(tmp_path: Path) -> None:
     assert {tensor.name for tensor in manifest.weights} == {"linear.weight", "linear.bias"}
     assert manifest.conversion.ignored == ("steps",)
     assert {item.kind for item in manifest.methods["peek"].inputs} == {"weight", "state"}
-
-
-def test_renaming_hooks_are_recorded_and_extra_state_is_left_out(tmp_path: Path) -> None:
-    artifact = export(Renamed().eval(), (torch.zeros(1, 3),), out=tmp_path / "a.artifact")
-    conversion = artifact.manifest.conversion
-    assert {source.weight: source.keys for source in conversion.sources} == {
-        f"layers.{index}.layer.{name}": (f"layers.{index}.{name}",) for index in (0, 1) for name in ("weight", "bias")
-    }
-    assert conversion.ignored == ("_extra_state",)
-    assert not (artifact.path / "conversion.pt2").exists()
 
 
 def test_the_signature_in_words(tmp_path: Path) -> None:

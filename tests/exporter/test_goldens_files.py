@@ -15,16 +15,15 @@ from tests.support.goldens import IMAGE, goldens_at, verified
 from tests.support.models import Everything
 from tests.support.setups import different
 from weightswap_exporter import export, pack
-from weightswap_runtime import CheckpointError, ParityError, WeightFile, WeightsMismatch, load
+from weightswap_runtime import Artifact, CheckpointError, ParityError, WeightFile, WeightsMismatch, load
 from weightswap_runtime.format.goldens import goldens_beside
 
 
 class Packing:
     """An artifact, its model, and weights with goldens that are there already."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = different(Everything, 1)
-        self.artifact = export(self.model, (IMAGE,), out=folder / "m.artifact")
+    def __init__(self, artifact: Artifact, folder: Path) -> None:
+        self.model, self.artifact = different(Everything, 1), artifact
         self.out = folder / "v1.safetensors"
         self.beside = folder / "v1.goldens.safetensors"
         self.pack(goldens=[(IMAGE,)])
@@ -38,9 +37,14 @@ class Packing:
         return {path.name: path.read_bytes() for path in self.out.parent.iterdir() if path.is_file()}
 
 
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return export(different(Everything, 1), (IMAGE,), out=tmp_path_factory.mktemp("goldens") / "m.artifact")
+
+
 @pytest.fixture
-def packing(tmp_path: Path) -> Packing:
-    return Packing(tmp_path)
+def packing(artifact: Artifact, tmp_path: Path) -> Packing:
+    return Packing(artifact, tmp_path)
 
 
 def test_a_module_or_a_checkpoint_with_its_model(packing: Packing, tmp_path: Path) -> None:

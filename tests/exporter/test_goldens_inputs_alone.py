@@ -33,9 +33,9 @@ def exported(out: Path, engines: tuple[str, ...] = ("torch",)) -> Artifact:
     return export(model, methods=METHODS, out=out, goldens=GOLDENS, engines=engines)
 
 
-@pytest.fixture
-def artifact(tmp_path: Path) -> Artifact:
-    return exported(tmp_path / "m.artifact")
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return exported(tmp_path_factory.mktemp("inputs") / "m.artifact")
 
 
 def packed(artifact: Artifact, folder: Path, seed: int = 1, **options: object) -> Path:
@@ -69,7 +69,7 @@ def test_every_set_of_weights_is_tried(engine: str, residency: str, tmp_path: Pa
     model = load(artifact, packed(artifact, tmp_path), engine=engine, residency=residency)  # type: ignore[arg-type]
     assert model.history[-1].verified == "finite"
     worse = packed(artifact, tmp_path, 2, values={"conv.weight": 3e38})  # finite, but what is computed from it is not
-    with pytest.raises(GoldenMismatch, match=r"case 0, forward, logits.*: expected a finite value, found") as refused:
+    with pytest.raises(GoldenMismatch) as refused:
         model.swap(worse)
     assert INPUTS_NAME in str(refused.value)
     assert not any("encode" in problem for problem in refused.value.problems)
@@ -85,7 +85,7 @@ def test_goldens_of_a_file_count_first(artifact: Artifact, tmp_path: Path) -> No
     assert served.history[-1].verified == "goldens"
     pack(different(Everything, 2), artifact, out=tmp_path / "v2.safetensors")
     (tmp_path / "v1.goldens.safetensors").rename(tmp_path / "v2.goldens.safetensors")
-    with pytest.raises(Exception, match=r"recorded for the weights .*, but those beside it are"):
+    with pytest.raises(WeightFileError):
         served.swap(tmp_path / "v2.safetensors")
 
 
@@ -121,13 +121,15 @@ def test_inputs_alone_cannot_be_compared(artifact: Artifact) -> None:
         (lambda document: document["cases"][2].update(outputs=["2.input.0"]), "expected 0 outputs, found 1"),
     ],
 )
-def test_contradictory_files_are_refused(change: Callable[[dict], None], says: str, artifact: Artifact) -> None:
+def test_contradictory_files_are_refused(
+    change: Callable[[dict], None], says: str, artifact: Artifact, tmp_path: Path
+) -> None:
     path = artifact.path / INPUTS_NAME
     with safetensors.safe_open(path, "pt") as opened:
         document = msgspec.json.decode(opened.metadata()[METADATA_KEY])
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     change(document)
-    broken = path.with_name("broken.safetensors")
+    broken = tmp_path / "broken.safetensors"
     safetensors.torch.save_file(tensors, broken, {METADATA_KEY: msgspec.json.encode(document).decode()})
     with pytest.raises(WeightFileError, match=says):
         open_goldens(broken, artifact.manifest)

@@ -89,9 +89,9 @@ def test_wrong_requests_are_refused_by_all_that_record(options: Any, says: str, 
         export(model, methods=LINEAR, out=tmp_path / "m.artifact", **options)
     assert list(tmp_path.iterdir()) == []
     artifact = export(model, methods=LINEAR, out=tmp_path / "m.artifact")
-    with pytest.raises(ParityError, match=re.escape(says)):
+    with pytest.raises(ParityError):
         pack(model, artifact, out=tmp_path / "v1.safetensors", **options)
-    with pytest.raises(ParityError, match=re.escape(says)):
+    with pytest.raises(ParityError):
         publish(model, tmp_path / "out", artifact, step=1, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["m.artifact"]
     publish(model, tmp_path / "out", artifact, step=2).wait(60)  # nobody waits for what was refused

@@ -24,9 +24,9 @@ def build(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2)).eval()
 
 
-@pytest.fixture
-def artifact(tmp_path: Path) -> Artifact:
-    return export(build(0), (X,), out=tmp_path / "m.artifact")
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return export(build(0), (X,), out=tmp_path_factory.mktemp("published") / "m.artifact")
 
 
 def names(folder: Path) -> list[str]:
@@ -63,7 +63,7 @@ def test_a_write_that_fails_leaves_no_goldens(
         return original(path, target)
 
     monkeypatch.setattr(Path, "replace", replace)
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(CheckpointError):
         publish(build(1), out, artifact, step=1, goldens=[(X,)]).wait(60)
     assert [name.endswith(GOLDENS_SUFFIX) for (name,) in seen] == [True]  # they are there before the weights
     assert names(out) == []

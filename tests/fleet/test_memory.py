@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,42 +12,27 @@ import pytest
 
 from tests.support.tiny import TinyArtifact
 from weightswap_fleet.node.memory import NodeMemory, Slots
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime import Unsupported
 from weightswap_runtime.shared.control import Control
 
-HOLDER = """
-import sys
-from weightswap_fleet.node.memory import NodeMemory
-pid, *descriptors = map(int, sys.argv[1:])
-memory = NodeMemory.from_process(pid, tuple(descriptors), read_only=True)
-print("holds", flush=True)
-sys.stdin.read()
-"""
-Start = Callable[[NodeMemory], "subprocess.Popen[str]"]
+Start = Callable[[NodeMemory], "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
 def holder() -> Iterator[Start]:
     """A function that starts a process with a node's memory open, as a replica."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[subprocess.Popen[bytes]] = []
 
-    def start(memory: NodeMemory) -> subprocess.Popen[str]:
-        arguments = [str(each) for each in (os.getpid(), *memory.descriptors)]
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "holds\n"
-        return process
+    def start(memory: NodeMemory) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["sleep", "600"], pass_fds=memory.descriptors))
+        return started[-1]
 
     yield start
     for process in started:
-        process.kill()
-        process.communicate()
+        end(process)
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
 
@@ -72,7 +56,17 @@ def test_memory_is_found_in_whoever_has_it_and_is_the_same(tiny: TinyArtifact, h
     assert again is not None
     assert (again.revision_page.revision(1), again.revision_page.revision(0)) == (7, 0)
     Control(again.segment.control).commit(1)
+    end(process)
+    before = open_descriptors()
+    with pytest.raises(OSError):
+        NodeMemory.from_process(process.pid, again.descriptors)
+    assert open_descriptors() == before
     again.close()
+    assert NodeMemory.adopt(name) is None  # it goes with the last that has it
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_what_replicas_have_they_cannot_write(tiny: TinyArtifact, name: str) -> None:
@@ -82,26 +76,6 @@ def test_what_replicas_have_they_cannot_write(tiny: TinyArtifact, name: str) -> 
         with pytest.raises(PermissionError):
             mmap.mmap(arena, mmap.PAGESIZE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     seen.close()
-    memory.close()
-
-
-def test_with_the_last_that_has_it_memory_goes(tiny: TinyArtifact, holder: Start, name: str) -> None:
-    memory = NodeMemory.create(tiny.manifest.weights, 2, name)
-    process = holder(memory)
-    memory.close()
-    end(process)
-    assert NodeMemory.adopt(name) is None
-
-
-def test_a_process_that_has_gone_cannot_be_read(tiny: TinyArtifact, holder: Start, name: str) -> None:
-    memory = NodeMemory.create(tiny.manifest.weights, 2, name)
-    process = holder(memory)
-    descriptors = memory.descriptors
-    end(process)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(OSError):
-        NodeMemory.from_process(process.pid, descriptors)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
     memory.close()
 
 
@@ -134,7 +108,7 @@ def test_the_next_agent_knows_who_sits_there(tiny: TinyArtifact, holder: Start, 
     memory = NodeMemory.create(tiny.manifest.weights, 3, name)
     control = Control(memory.segment.control)
     living, dead = holder(memory), holder(memory)
-    strange = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    strange = subprocess.Popen(["sleep", "600"])
     for slot, process in enumerate((living, dead, strange)):
         control.fill_slot(slot, process.pid)
         control.hold(slot, 0)
@@ -144,6 +118,6 @@ def test_the_next_agent_knows_who_sits_there(tiny: TinyArtifact, holder: Start, 
     end(living)
     taken.sweep()
     assert control.holders(0) == []
-    strange.communicate(b"\n")
+    end(strange)
     taken.close()
     memory.close()

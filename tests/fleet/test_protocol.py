@@ -6,7 +6,6 @@ What was decided is what the desired store says; a revision stands for one set o
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -17,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.support.machines import run_in_any_order
 from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided
 from weightswap_fleet.documents import FleetReceipt
-from weightswap_runtime import DesiredError, NothingToRollBack, NotPromoted, RevisionConflict
+from weightswap_runtime import DesiredError, NothingToRollBack, NotPromoted
 
-from .nodes import Died, Fleet, FleetTrial, known_weights, serving_zero
+from .nodes import Died, Fleet, FleetTrial, known_weights
 
 NODES, SETS = 3, 4
 SOON = Deadlines(prepare=5.0, commit=0.05)
@@ -241,32 +240,6 @@ def test_any_order(examples: int) -> None:
     run_in_any_order(Protocol, examples, 25)
 
 
-@pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    with serving_zero(tmp_path, NODES, monkeypatch) as made:
-        yield made
-
-
-def test_two_coordinators_that_meet(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All nodes refuse the second; after the first one's decision it succeeds."""
-    said: list[FleetRefused] = []
-    decide = fleet.desired_store.set
-
-    def meet(*arguments, **options):  # type: ignore[no-untyped-def]
-        monkeypatch.setattr(fleet.desired_store, "set", decide)
-        with pytest.raises(FleetRefused, match="has an open change by ana") as refused:
-            fleet.swap(2, "bo")
-        said.append(refused.value)
-        return decide(*arguments, **options)
-
-    monkeypatch.setattr(fleet.desired_store, "set", meet)
-    assert fleet.swap(1).late == {}
-    assert set(said[0].reasons) == set(fleet.names())
-    assert fleet.all_serve(1)
-    fleet.swap(2, "bo")
-    assert fleet.all_serve(2)
-
-
 def test_a_client_that_goes_back_is_found() -> None:
     machine = Protocol()
     for node in ("n0", "n1"):
@@ -280,13 +253,3 @@ def test_a_client_that_goes_back_is_found() -> None:
     with pytest.raises(AssertionError):
         machine.a_client_asks("n1")
     machine.teardown()
-
-
-def test_who_decides_meanwhile_is_first(fleet: Fleet) -> None:
-    fleet.before("prepare", lambda: fleet.desired_store.set(fleet.file(3), revision=1, by="eve"), node="n2")
-    with pytest.raises(RevisionConflict):
-        fleet.swap(1)
-    assert fleet.all_serve(0)
-    assert fleet.asked[-1] == "discard"
-    fleet.reconcile()
-    assert fleet.all_serve(3)

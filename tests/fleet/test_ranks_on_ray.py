@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from weightswap_fleet import FleetError, FleetRefused
 from weightswap_runtime.following.desired_store import known_weights
 from weightswap_tools.commands import fleet as fleet_commands
 
-from .clusters import cluster, soon, until
+from .clusters import Client, checked, cluster, soon, until
 
 pytestmark = [
     needs("ray"),
@@ -46,8 +46,13 @@ class Files:
         self.sets = [write_set(folder / f"{seed}.safetensors", seed) for seed in SEEDS]
         self._seeds = {known_weights(path).weights_id: seed for seed, path in enumerate(self.sets)}
 
-    def seed(self, weights_id: str) -> int:
+    def number(self, weights_id: str) -> int:
         return self._seeds[weights_id]
+
+    def is_right(self, outputs: Any, weights_id: str) -> bool:
+        seed = self.number(weights_id)
+        is_near = np.allclose(outputs["y"], whole(values(seed), X).numpy(), atol=1e-4)
+        return is_near and outputs["marks"].tolist() == [float(seed)] * 2
 
     def damaged(self, seed: int) -> Path:
         return damaged(self.sets[seed], self.folder / "damaged.safetensors")
@@ -80,63 +85,16 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         yield Deployed(connect("split"), files)
 
 
-class Client(threading.Thread):
-    """A client that calls all the time, and checks each answer."""
-
-    def __init__(self, deployed: Deployed) -> None:
-        super().__init__(daemon=True)
-        self._client, self._files = deployed.fleet.client(), deployed.files
-        self._stopped = threading.Event()
-        self.answers: list[tuple[float, int, int]] = []  # when it was asked for, its seed, its revision
-        self.wrong: list[str] = []
-        self.failures: list[BaseException] = []
-
-    def run(self) -> None:
-        while not self._stopped.is_set():
-            asked = time.time()
-            try:
-                answer = self._client.infer({"x": X.numpy()})
-            except Exception as error:
-                self.failures.append(error)
-                continue
-            seed = self._files.seed(answer.weights_id)
-            expected = whole(values(seed), X).numpy()
-            if not np.allclose(answer.outputs["y"], expected, atol=1e-4):
-                self.wrong.append(f"{answer.outputs} of {seed}")
-            if answer.outputs["marks"].tolist() != [float(seed)] * 2:
-                self.wrong.append(f"{answer.outputs} of {seed}")
-            self.answers.append((asked, seed, answer.revision))
-
-    def has_seen(self, revision: int) -> bool:
-        return bool(self.answers) and self.answers[-1][2] >= revision
-
-    def end(self) -> None:
-        self._stopped.set()
-        self.join(60)
-        self._client.close()
-        assert not self.is_alive()
-
-
 @contextmanager
-def calling(deployed: Deployed, clients: int = 2) -> Iterator[list[Client]]:
+def calling(deployed: Deployed) -> Iterator[list[Client]]:
     """Run clients while the block runs. Afterwards no answer may be a mixture, or older than one before."""
-    found = [Client(deployed) for _ in range(clients)]
-    for client in found:
-        client.start()
-    try:
-        until(lambda: all(client.answers for client in found))
-        yield found
-    finally:
-        for client in found:
-            client.end()
-    for client in found:
-        assert client.wrong == []
-        revisions = [revision for _, _, revision in client.answers]
-        assert revisions == sorted(revisions)
+    with checked([Client(deployed.fleet, deployed.files, X.numpy()) for _ in range(2)]) as clients:
+        until(lambda: all(client.answers for client in clients))
+        yield clients
 
 
 def served(deployed: Deployed) -> set[int]:
-    return {deployed.files.seed(each.weights_id) for each in deployed.fleet.nodes.values()}
+    return {deployed.files.number(each.weights_id) for each in deployed.fleet.nodes.values()}
 
 
 def test_swaps_and_rollbacks_are_every_replica_s(deployed: Deployed) -> None:
@@ -214,7 +172,7 @@ def test_ranks_that_are_killed_anywhere_in_a_change(deployed: Deployed, deaths: 
             killing.join()
             until(lambda pid=victim: not runs(pid) and len(soon(lambda: fleet.nodes)) == 2)  # type: ignore[misc]
             assert soon(lambda: fleet.wait(60))
-            assert served(deployed) == {files.seed(fleet.desired.weights_id)}
+            assert served(deployed) == {files.number(fleet.desired.weights_id)}
 
 
 def runs(pid: int) -> bool:
@@ -227,7 +185,7 @@ def runs(pid: int) -> bool:
 
 def test_a_trial_is_refused_by_name(deployed: Deployed) -> None:
     fleet, files = deployed
-    with pytest.raises(FleetRefused, match="has its model on several ranks, on which weights cannot be on trial"):
+    with pytest.raises(FleetRefused):
         fleet.canary(files.sets[0], share=0.5)
     assert fleet.trial is None
 
@@ -253,7 +211,7 @@ def test_over_http_and_metrics(deployed: Deployed) -> None:
 def test_on_the_command_line(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deployment that comes later replaces all replicas, and the weights stay."""
     files, before = deployed.files, deployed.fleet.nodes
-    monkeypatch.setattr(fleet_commands, "cluster", _connected_already)
+    monkeypatch.setattr(fleet_commands, "cluster", lambda address: nullcontext())
     soon(lambda: deployed.fleet.swap(files.sets[1]))
     deploy = ("deploy", files.artifact, "--weights", files.sets[0], "--name", "split", "--replicas", 2)
     assert "is exported for 2 ranks; give ranks=2" in run(*deploy, status=2)
@@ -263,11 +221,6 @@ def test_on_the_command_line(deployed: Deployed, monkeypatch: pytest.MonkeyPatch
     assert served(deployed) == {1}
     document = json.loads(run("status", "--name", "split", "--json"))
     assert [len(node["ranks"]) for node in document["nodes"]] == [2, 2]
-
-
-@contextmanager
-def _connected_already(address: str) -> Iterator[None]:
-    yield
 
 
 def run(*arguments: object, status: int = 0) -> str:

@@ -33,17 +33,16 @@ def test_what_is_prepared_is_committed_or_given_up(fleet: Fleet, agent: NodeAgen
 
 
 def staging_slowly(fleet: Fleet, rate: float = 40.0) -> threading.Event:
-    """Make stagings take seconds on every node. Returns an event that is set once weights are being staged."""
-    began = threading.Event()
-    for agent in fleet.agents.values():
-        stage = agent.model.stage
+    """Make stagings take seconds on the first node. Returns an event that is set once weights are being staged."""
+    began, agent = threading.Event(), fleet.agents["n0"]
+    stage = agent.model.stage
 
-        def slowly(*arguments, stage=stage, **options):  # type: ignore[no-untyped-def]
-            staged = stage(*arguments, rate_limit=rate, **options)
-            began.set()
-            return staged
+    def slowly(*arguments, **options):  # type: ignore[no-untyped-def]
+        staged = stage(*arguments, rate_limit=rate, **options)
+        began.set()
+        return staged
 
-        agent.model.stage = slowly  # type: ignore[method-assign]
+    agent.model.stage = slowly  # type: ignore[method-assign]
     return began
 
 

@@ -32,7 +32,7 @@ def test_mutated_files_are_refused_by_name(arguments: list[str], tmp_path: Path)
         assert len(counts) > 1, "all inputs had one outcome"
 
 
-@pytest.mark.parametrize(("size", "every"), [(1_000_000, 23), pytest.param(1_000_000, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("size", "every"), [(1_000_000, 97), pytest.param(1_000_000, 1, marks=pytest.mark.slow)])
 def test_documents_that_are_large_in_one_place(size: int, every: int) -> None:
     """Bounds are generous: on an idle machine the worst takes half a second, 30 MB, and stops others for 0.05 s."""
     command = [warm.python(), "-m", "tests.fuzzing.bombs", str(size), "--every", str(every)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 
 import weightswap_exporter
 import weightswap_runtime
+from tests.support.tiny import WriteWeights
 from weightswap_runtime import errors
 
 
@@ -35,12 +35,6 @@ def test_every_error_is_in_the_family_and_in_the_drawing() -> None:
         assert name in weightswap_runtime.__all__
 
 
-def test_the_drawing_has_straight_columns() -> None:
-    assert errors.__doc__ is not None
-    rows = [re.search(r"-- (\w+ +)", line) for line in errors.__doc__.splitlines()]
-    assert len({row.end() for row in rows if row}) == 1
-
-
 def is_module(value: object) -> bool:
     return type(value) is type(sys)
 
@@ -52,10 +46,30 @@ def imported_by(code: str) -> set[str]:
 
 
 HEAVY = {"torch", "sympy", "onnxruntime", "safetensors", "weightswap_exporter"}
+STEPS = """
+import sys
 
+def tell():
+    print(*({heavy} & {{name for name, module in sys.modules.items() if module is not None}}))
 
-def test_importing_the_runtime_brings_in_neither_torch_nor_the_exporter() -> None:
-    assert not HEAVY & imported_by("import weightswap_runtime")
+import weightswap_runtime
+tell()
+from weightswap_runtime.following.directory import open_directory
+from weightswap_runtime.format.weight_set import open_weights
+open_weights({path!r})
+open_directory(".")()
+tell()
+sys.modules["torch"] = None
+import weightswap_runtime.staging.golden_check, weightswap_tools.commands.run
+tell()
+try:
+    import weightswap_runtime.engines.torch_cpu
+except weightswap_runtime.MissingExtra as error:
+    print(error)
+from weightswap_tools.program import main
+sys.argv = ["weightswap", "export", "x.py:f", "-o", "x"]
+main()
+"""
 
 
 @pytest.mark.slow
@@ -71,38 +85,19 @@ def test_listing_the_commands_brings_in_no_torch() -> None:
     assert not (HEAVY - {"weightswap_exporter"}) & imported_by(code)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "weightswap_runtime.staging.golden_check",
-        "weightswap_runtime.tensors",
-        "weightswap_runtime.engines.choosing",
-        "weightswap_tools.commands.run",
-        "weightswap_tools.inputs",
-    ],
-)
-def test_verifying_and_running_need_no_torch(module: str) -> None:
-    code = f"sys.modules['torch'] = None\nimport {module}"
-    assert not (HEAVY - {"torch"}) & imported_by(code)
-
-
-def test_loading_and_calling_brings_in_no_exporter() -> None:
-    assert "weightswap_exporter" not in imported_by("import weightswap_runtime.engines.torch_cpu")
-
-
-def test_without_torch_the_build_side_names_the_extra() -> None:
-    code = "import sys\nsys.modules['torch'] = None\nfrom weightswap_tools.program import main\n"
-    code += "sys.argv = ['weightswap', 'export', 'x.py:f', '-o', 'x']\nmain()"
+def test_what_needs_no_torch_brings_in_little_and_what_needs_it_names_the_extra(weight_file: WriteWeights) -> None:
+    """The import of the library, local files, verifying and running; then the engine `torch` and an export."""
+    heavy = HEAVY | {"fsspec", "aiohttp", "weightswap_runtime.sources.remote"}
+    code = STEPS.format(heavy=heavy, path=str(weight_file(1)))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    imported, opened, verified, engine = done.stdout.splitlines()
+    assert (imported, opened, verified) == ("", "", "")
+    assert "pip install 'weightswap[torch]'" in engine
     assert (done.returncode, done.stderr) == (
         2,
         "MissingExtra: the build side needs the extra `export`: pip install 'weightswap[export]'\n",
     )
 
 
-def test_without_torch_the_error_names_the_extra() -> None:
-    code = "sys.modules['torch'] = None\nfrom weightswap_runtime.errors import MissingExtra\n"
-    code += "try:\n    import weightswap_runtime.engines.torch_cpu\nexcept MissingExtra as error:\n    print(error)"
-    script = f"import sys\n{code}"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "pip install 'weightswap[torch]'" in done.stdout
+def test_loading_and_calling_brings_in_no_exporter() -> None:
+    assert "weightswap_exporter" not in imported_by("import weightswap_runtime.engines.torch_cpu")

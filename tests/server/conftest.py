@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.administered import TOKEN, Operator, operated
+from tests.support.quick import quick_servers
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DesiredStore, Model, load
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_servers() -> Iterator[None]:
+    with quick_servers():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

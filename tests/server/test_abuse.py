@@ -1,13 +1,9 @@
-"""Whatever comes in, the answer has the protocol's form, the weights stay, and nothing is left behind."""
+"""Whatever comes in, the answer has the protocol's form, and the weights stay."""
 
 from __future__ import annotations
 
-import gc
 import json
-import os
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,8 +12,7 @@ import requests
 from hypothesis import example, given, settings
 
 from tests.support.described import MODES, try_operation
-from tests.support.served import INFER, Reply, X, answer_of, as_json, ask, connect, connections, expected, serving_tiny
-from tests.support.watched import eventually
+from tests.support.served import INFER, Reply, X, serving_tiny
 from weightswap_server import Server
 
 
@@ -90,40 +85,3 @@ def ask_again(server: Server, body: bytes, headers: dict[str, str]) -> Reply:
 def _closed() -> Iterator[None]:
     yield
     _session.close()
-
-
-def abuse(server: Server) -> None:
-    """Send one request of each abusive kind."""
-    ask(server, INFER, b"{")
-    ask(server, INFER, as_json(y=X))
-    ask(server, INFER, bytes(200_000))
-    ask(server, "/v2/models/none")
-    good = json.dumps(as_json(x=X)).encode()
-    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-    for sent in (b"", b"GET", b"\0" * 100, head % 500, head % len(good) + good[:9], head % len(good) + good):
-        with suppress(ConnectionError), connect(server) as raw:
-            raw.sendall(sent)  # and leaves
-
-
-def open_descriptors(server: Server) -> int:
-    """Count file descriptors, once the server has noticed that its clients have disconnected."""
-    assert eventually(lambda: not connections(server))
-    gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_nothing_is_left_behind(server: Server) -> None:
-    for _ in range(10):
-        abuse(server)
-    _session.close()
-    descriptors, memory = open_descriptors(server), resident_bytes()
-    for _ in range(60):
-        abuse(server)
-    assert answer_of(server) == expected(1).reshape(-1).tolist()
-    assert open_descriptors(server) <= descriptors
-    assert resident_bytes() < memory + (8 << 20)

@@ -500,7 +500,7 @@ def test_what_is_staged_stays_where_what_is_desired_cannot_be_served(
     operator.follow(desired_store, 0.02)
     assert eventually(lambda: bool(operator.status["following"]["error"]))
     assert operator.change("stage", 3).json["status"]["staged"]["ready"]
-    time.sleep(1.2)  # two polls after it
+    time.sleep(0.3)  # some polls after it
     assert operator.change("commit").status == 200
     assert operator.serves(3)
 

@@ -19,6 +19,7 @@ from typer.testing import Result
 
 from tests.support.administered import TOKEN, Operator, administered, operated
 from tests.support.commands import run
+from tests.support.damage import damaged
 from tests.support.handmade import goldens_beside
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.support.watched import eventually
@@ -28,7 +29,7 @@ from weightswap_runtime.transfer.admin_client import AdminClient, AdminUnreachab
 from weightswap_tools.commands.push import _agreement, _print_processes
 
 
-@pytest.fixture(params=["port", "socket"])
+@pytest.fixture(params=["socket"])
 def operator(request: pytest.FixtureRequest, model: Model, tiny: TinyArtifact, tmp_path: Path) -> Iterator[Operator]:
     """An operator of a server that takes uploads, and allows no file to be named."""
     (tmp_path / "uploads").mkdir()
@@ -41,6 +42,7 @@ def push(operator: Operator, *arguments: object, status: int = 0) -> Result:
     return run("push", operator.where, *arguments, status=status)
 
 
+@pytest.mark.parametrize("operator", ["port", "socket"], indirect=True)
 def test_weights_are_uploaded_and_swapped_in(operator: Operator) -> None:
     done = push(operator, operator.file(2), "--why", "better")
     assert f"weights id  {operator.model.weights_id}" in done.stdout
@@ -77,10 +79,7 @@ def test_a_delta_is_pushed(operator: Operator, delta: WriteDelta) -> None:
 
 
 def test_what_is_refused_is_said(operator: Operator) -> None:
-    bad = operator.folder / "bad.safetensors"
-    content = bytearray(operator.file(2).read_bytes())
-    content[-1] ^= 1
-    bad.write_bytes(content)
+    bad = damaged(operator.file(2), operator.folder / "bad.safetensors")
     for arguments, status, says in (
         ([bad], 1, "DigestMismatch|digest"),
         ([operator.folder / "none.safetensors"], 2, "no such file"),
@@ -167,11 +166,8 @@ def test_who_serves_what_is_desired(operator: Operator, tmp_path: Path) -> None:
         (tiny, other) = desired("--server", "http://127.0.0.1:1", "--wait", "--timeout", 0.1, status=1)
         assert (tiny[1], other[:2]) == (True, ("", False))
         assert "no server answers there" in other[2]
-        bad = bytearray(operator.file(3).read_bytes())
-        bad[-1] ^= 1
-        (folder / "bad.safetensors").write_bytes(bad)
-        DesiredStore(folder).set(folder / "bad.safetensors", revision=1)
-        ((_, agrees, why),) = desired("--wait", "--timeout", 2, "--model", "tiny", status=1)
+        DesiredStore(folder).set(damaged(operator.file(3), folder / "bad.safetensors"), revision=1)
+        ((_, agrees, why),) = desired("--wait", "--timeout", 0.5, "--model", "tiny", status=1)
         assert (agrees, "the file records the digest" in why) == (False, True)
     assert desired("--model", "tiny", status=1) == [("tiny", False, "follows no desired store")]
     assert desired("--model", "other", status=1) == [("other", False, "has no such model")]

@@ -1,22 +1,31 @@
-"""A canary of `weightswap serve --workers`: any worker answers from it, rightly, and what all measure is one."""
+"""Operators and trainers of `weightswap serve --workers`.
+
+Any worker answers from a canary, rightly, and what all measure is one; uploads go with the history, and what a trainer
+sends is served by all.
+"""
 
 from __future__ import annotations
 
 import http.client
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import tritonclient.grpc
 
-from tests.server.load import INPUT
-from tests.server.worker_processes import Fleet, eventually, operated, serving
+from tests.server.worker_processes import Fleet, eventually, serving
+from tests.support.administered import TOKEN
+from tests.support.ports import free_port
 from tests.support.storm import storm
+from tests.support.tiny import TinyArtifact
+from weightswap_runtime import NonFiniteWeights, Sender, SwapReceipt, TransferFailed
 from weightswap_runtime.tensors import array_content
 from weightswap_server.canary import LAST, CanaryAnalysis, CanaryPlan, Measured, Side, compare, failures
 
@@ -24,8 +33,16 @@ from weightswap_server.canary import LAST, CanaryAnalysis, CanaryPlan, Measured,
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("crew")
-    with serving(folder, 2, "-w", str(folder / "1.safetensors"), *operated(folder)) as found:
+    (folder / "uploads").mkdir()
+    operated = ["--admin-port", str(free_port()), "--admin-allow", str(folder)]
+    uploads = ["--upload-dir", str(folder / "uploads"), "--upload-keep", "1"]
+    sources = ["-w", str(folder / "1.safetensors"), "--receive", trainer_of(folder)]
+    with serving(folder, 2, *sources, *operated, *uploads) as found:
         yield found
+
+
+def trainer_of(folder: Path) -> str:
+    return f"unix:{folder / 'x.sock'}"
 
 
 def served(fleet: Fleet) -> str:
@@ -61,29 +78,6 @@ def test_share_header_and_discard(fleet: Fleet) -> None:
     eventually(lambda: fleet.counted(requests, weights_id=canary) == 10 + found[canary], 5)
     fleet.change("discard")
     assert answers(fleet, 10, "1") == {first: 10}
-
-
-@pytest.mark.slow
-def test_grpc(fleet: Fleet) -> None:
-    """Metadata and shares, on connections that stay with their workers."""
-    tensor = tritonclient.grpc.InferInput("x", [2, 3], "FP32").set_data_from_numpy(INPUT)
-    first, canary = served(fleet), begin(fleet, 2, share=0.5)
-    found: Counter[str] = Counter()
-    for _ in range(4):
-        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{fleet.grpc_port}") as client:
-            for routing, wanted in (("1", {canary}), ("0", {first}), (None, {canary, first})):
-                for _ in range(10):
-                    headers = {"x-weightswap-canary": routing} if routing else None
-                    answer = client.infer("tiny", [tensor], headers=headers)
-                    weights_id = answer.get_response().parameters["weights_id"].string_param
-                    assert weights_id in wanted
-                    np.testing.assert_allclose(
-                        answer.as_numpy("output"), fleet.expected[weights_id], rtol=1e-5, atol=1e-5
-                    )
-                    found[weights_id] += 1
-    assert 40 + 18 <= found[canary] <= 40 + 20  # each worker owes less than one
-    eventually(lambda: values(fleet)["requests"] == found[canary], 5)
-    fleet.change("discard")
 
 
 @pytest.mark.slow
@@ -147,6 +141,41 @@ def test_under_load_whoever_is_killed(fleet: Fleet) -> None:
     assert counts.keys() - {""} == set(fleet.expected)
     assert counts[""] <= 20
     print(counts)
+
+
+def test_the_owner_removes_uploads_that_no_history_needs(fleet: Fleet) -> None:
+    for seed in (2, 3, 1):
+        fleet.operator.upload(fleet.files[seed], f"v{seed}.safetensors", "", lambda *_: None)
+        fleet.change("swap", source=f"upload:v{seed}.safetensors")
+    assert {path.name for path in (fleet.folder / "uploads").iterdir()} == {"v1.safetensors", "v3.safetensors"}
+
+
+def sent(sender: Sender, fleet: Fleet, seed: int) -> str:
+    receipt = sender.send(TinyArtifact.values(seed))
+    assert isinstance(receipt, SwapReceipt)
+    assert answers(fleet, 8) == {receipt.weights_id: 8}
+    return receipt.weights_id
+
+
+def test_all_serve_what_the_owner_receives(fleet: Fleet) -> None:
+    tiny, at = fleet.folder / "tiny.artifact", trainer_of(fleet.folder)
+    with Sender(at, tiny) as sender, Sender(fleet.where, tiny, token=TOKEN) as remote:
+        sent(sender, fleet, 2)
+        last = sent(remote, fleet, 3)
+        with pytest.raises(NonFiniteWeights):
+            sender.send({**TinyArtifact.values(3), "bias": TinyArtifact.values(3)["bias"] * float("nan")})
+        owner = fleet.children[0]
+        os.kill(owner, signal.SIGKILL)  # the segment keeps what was sent
+        assert fleet.infer()[0] == last
+
+        def sent_to_the_next() -> bool:
+            try:
+                return sent(sender, fleet, 2) != last
+            except TransferFailed:
+                return False
+
+        eventually(sent_to_the_next)
+        assert owner not in fleet.children
 
 
 def test_what_was_taken_and_added_is_what_one_has_measured() -> None:

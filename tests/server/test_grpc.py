@@ -172,6 +172,13 @@ def test_what_no_client_would_send(server: Server, changes: Any, says: str) -> N
     assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
 
 
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with the default limits."""
+    with serving_tiny(tmp_path_factory.mktemp("roomy"), grpc_port=0) as running:
+        yield running
+
+
 def field(number: int, content: bytes) -> bytes:
     """Return a field of a message, as it is on the wire."""
     length, size = b"", len(content)
@@ -194,11 +201,8 @@ def field(number: int, content: bytes) -> bytes:
         (field(3, b"a" * (3 << 20)), "beside raw_input_contents"),  # an id
     ],
 )
-def test_a_message_that_would_take_far_more_memory_than_its_bytes(model: Model, message: bytes, says: str) -> None:
-    with (
-        serving({"tiny": model}, grpc_port=0) as running,
-        grpc.insecure_channel(f"127.0.0.1:{running.grpc_port}") as channel,
-    ):
+def test_a_message_that_would_take_far_more_memory_than_its_bytes(roomy: Server, message: bytes, says: str) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{roomy.grpc_port}") as channel:
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         with pytest.raises(grpc.RpcError, match=says) as caught:
             call(message, timeout=20)

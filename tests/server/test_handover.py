@@ -11,8 +11,9 @@ import resource
 import signal
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager, closing
+from functools import wraps
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from weightswap_server.http.handover import Dispatcher, Handed
 
 BODY = json.dumps(as_json(x=INPUT)).encode()
 REQUESTS = 4  # of each connection
+
+
+def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    return wraps(test)(lambda: asyncio.run(test()))
 
 
 class Named(asyncio.Protocol):
@@ -102,106 +107,90 @@ async def managing(names: str, kind: type[socket.socket] = socket.socket) -> Asy
         await manager.disconnect()
 
 
-def test_each_is_for_the_worker_with_the_fewest() -> None:
-    async def run() -> None:
-        async with managing("abc") as manager:
-            for worker in manager.workers.values():
-                worker.serve()
-            answers = await manager.answers(10)
-            assert sorted(Counter(name for name, _ in answers).values()) == [3, 3, 4]
-            for name, connection in answers:
-                if name == "b":
-                    connection.close()
-            await asyncio.sleep(0.05)
-            assert await manager.counted(2) == {"b": 2}
-            await manager.disconnect()
-            assert sorted([(await manager.answers(1))[0][0] for _ in range(3)]) == ["a", "b", "c"]
-
-    asyncio.run(run())
+@on_a_loop
+async def test_each_is_for_the_worker_with_the_fewest() -> None:
+    async with managing("abc") as manager:
+        for worker in manager.workers.values():
+            worker.serve()
+        answers = await manager.answers(10)
+        assert sorted(Counter(name for name, _ in answers).values()) == [3, 3, 4]
+        for name, connection in answers:
+            if name == "b":
+                connection.close()
+        await asyncio.sleep(0.05)
+        assert await manager.counted(2) == {"b": 2}
+        await manager.disconnect()
+        assert sorted([(await manager.answers(1))[0][0] for _ in range(3)]) == ["a", "b", "c"]
 
 
-def test_more_than_a_worker_may_have_on_their_way_come_all() -> None:
-    async def run() -> None:
-        async with managing("ab") as manager:
-            for worker in manager.workers.values():
-                worker.serve()
-            assert await manager.counted(300) == {"a": 150, "b": 150}
-
-    asyncio.run(run())
+@on_a_loop
+async def test_more_than_a_worker_may_have_on_their_way_come_all() -> None:
+    async with managing("ab") as manager:
+        for worker in manager.workers.values():
+            worker.serve()
+        assert await manager.counted(300) == {"a": 150, "b": 150}
 
 
-def test_they_wait_for_a_first_worker() -> None:
-    async def run() -> None:
-        async with managing("a") as manager:
-            asyncio.get_running_loop().call_later(0.1, manager.workers["a"].serve)
-            assert await manager.counted(5) == {"a": 5}
-
-    asyncio.run(run())
+@on_a_loop
+async def test_they_wait_for_a_first_worker() -> None:
+    async with managing("a") as manager:
+        asyncio.get_running_loop().call_later(0.1, manager.workers["a"].serve)
+        assert await manager.counted(5) == {"a": 5}
 
 
-def test_what_a_hanging_worker_does_not_take_goes_to_others() -> None:
-    async def run() -> None:
-        async with managing("ab") as manager:
-            manager.workers["a"].serve()
-            manager.workers["b"].handover.ready = True  # takes nothing
-            assert await manager.counted(8) == {"a": 8}
-            assert await manager.counted(8) == {"a": 8}
-            manager.workers["b"].serve()
-            assert await manager.counted(16) == {"b": 16}
-
-    asyncio.run(run())
+@on_a_loop
+async def test_what_a_hanging_worker_does_not_take_goes_to_others() -> None:
+    async with managing("ab") as manager:
+        manager.workers["a"].serve()
+        manager.workers["b"].handover.ready = True  # takes nothing
+        assert await manager.counted(8) == {"a": 8}
+        assert await manager.counted(8) == {"a": 8}
+        manager.workers["b"].serve()
+        assert await manager.counted(16) == {"b": 16}
 
 
-def test_a_worker_alone_keeps_what_it_takes_late() -> None:
-    async def run() -> None:
-        async with managing("a") as manager:
-            manager.workers["a"].handover.ready = True
-            asyncio.get_running_loop().call_later(1, manager.workers["a"].serve)
-            assert await manager.counted(5) == {"a": 5}
-
-    asyncio.run(run())
+@on_a_loop
+async def test_a_worker_alone_keeps_what_it_takes_late() -> None:
+    async with managing("a") as manager:
+        manager.workers["a"].handover.ready = True
+        asyncio.get_running_loop().call_later(1, manager.workers["a"].serve)
+        assert await manager.counted(5) == {"a": 5}
 
 
-def test_what_comes_to_a_worker_that_ends_goes_to_others() -> None:
-    async def run() -> None:
-        async with managing("ab") as manager:
-            ended, other = manager.workers["a"], manager.workers["b"]
-            ended.handover.ready = True
+@on_a_loop
+async def test_what_comes_to_a_worker_that_ends_goes_to_others() -> None:
+    async with managing("ab") as manager:
+        ended, other = manager.workers["a"], manager.workers["b"]
+        ended.handover.ready = True
+        waiting = asyncio.ensure_future(manager.counted(3))
+        await asyncio.sleep(0.05)
+        ended.handed.serve(lambda: Named(ended))
+        ended.handed.close()
+        other.serve()
+        assert await waiting == {"b": 3}
+        ended.handover.ready = True  # as its last sign of life says
+        assert await manager.counted(3) == {"b": 3}
+
+
+@on_a_loop
+async def test_what_nobody_has_taken_soon_after_the_end_is_closed() -> None:
+    async with managing("a") as manager:
+        manager.workers["a"].handover.ready = True  # takes nothing
+        waiting = asyncio.ensure_future(manager.counted(3))
+        await asyncio.sleep(0.05)
+        manager.dispatcher.close()
+        assert await waiting == {"": 3}
+
+
+@on_a_loop
+async def test_connections_on_their_way_survive_the_workers_process() -> None:
+    async with managing("b") as manager:
+        with manager.dispatcher.handover() as killed:
+            killed.ready = True
             waiting = asyncio.ensure_future(manager.counted(3))
             await asyncio.sleep(0.05)
-            ended.handed.serve(lambda: Named(ended))
-            ended.handed.close()
-            other.serve()
-            assert await waiting == {"b": 3}
-            ended.handover.ready = True  # as its last sign of life says
-            assert await manager.counted(3) == {"b": 3}
-
-    asyncio.run(run())
-
-
-def test_what_nobody_has_taken_soon_after_the_end_is_closed() -> None:
-    async def run() -> None:
-        async with managing("a") as manager:
-            manager.workers["a"].handover.ready = True  # takes nothing
-            waiting = asyncio.ensure_future(manager.counted(3))
-            await asyncio.sleep(0.05)
-            manager.dispatcher.close()
-            assert await waiting == {"": 3}
-
-    asyncio.run(run())
-
-
-def test_connections_on_their_way_survive_the_workers_process() -> None:
-    async def run() -> None:
-        async with managing("b") as manager:
-            with manager.dispatcher.handover() as killed:
-                killed.ready = True
-                waiting = asyncio.ensure_future(manager.counted(3))
-                await asyncio.sleep(0.05)
-            manager.workers["b"].serve()
-            assert await waiting == {"b": 3}
-
-    asyncio.run(run())
+        manager.workers["b"].serve()
+        assert await waiting == {"b": 3}
 
 
 def test_a_system_without_descriptors_is_tried_again(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import socket
 import time
@@ -18,15 +19,13 @@ from tests.server.load import INPUT
 from tests.server.worker_processes import Fleet, eventually, operated, serving
 from tests.support.administered import Operator, call
 from tests.support.administered import operated as operated_here
+from tests.support.served import INFER, X, as_json, ask, connect
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import load
 
 FEW, MANY = 10, 40
 MORE = 8  # threads, of pools that grow where one is slow to come back; a leak of each round would be 40
 GROWTH = 16 << 20  # bytes; what allocators keep is nobody's leak
-
-
-pytestmark = pytest.mark.slow
 
 
 class Held(NamedTuple):
@@ -87,7 +86,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     folder = tmp_path_factory.mktemp("one")
     tiny = TinyArtifact(folder / "tiny.artifact")
     model = load(tiny.path, tiny.write(folder / "v1.safetensors", tiny.values(1)))
-    with operated_here(model, tiny, folder, serving={"grpc_port": 0}) as operator:
+    with operated_here(model, tiny, folder, serving={"grpc_port": 0, "max_body": 100_000}) as operator:
         yield operator
 
 
@@ -106,11 +105,21 @@ def by_operators(one: Operator) -> None:
             raw.sendall(sent)  # and leaves
 
 
+def by_http(one: Operator) -> None:
+    for path, body in ((INFER, b"{"), (INFER, as_json(y=X)), (INFER, bytes(200_000)), ("/v2/models/none", None)):
+        assert ask(one.server, path, body).status >= 400
+    good = json.dumps(as_json(x=X)).encode()
+    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    for sent in (b"", b"GET", b"\0" * 100, head % 500, head % len(good) + good[:9], head % len(good) + good):
+        with suppress(ConnectionError), connect(one.server) as raw:
+            raw.sendall(sent)  # and leaves
+
+
 def by_grpc(one: Operator) -> None:
     infer_and_leave(one.server.grpc_port)
 
 
-@pytest.mark.parametrize("do", [by_operators, by_grpc])
+@pytest.mark.parametrize("do", [by_http, *(pytest.param(do, marks=pytest.mark.slow) for do in (by_operators, by_grpc))])
 def test_one_process(one: Operator, do: Callable[[Operator], None]) -> None:
     for _ in range(FEW):
         do(one)
@@ -127,6 +136,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield found
 
 
+@pytest.mark.slow
 def test_manager_owner_and_workers(fleet: Fleet) -> None:
     processes = [fleet.process.pid, *fleet.children]
 

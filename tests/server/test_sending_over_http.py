@@ -21,7 +21,7 @@ from tests.server.worker_processes import eventually
 from tests.support.administered import TOKEN, administered, call, change, status
 from tests.support.commands import run
 from tests.support.served import Reply
-from tests.support.tiny import TinyArtifact, Values, WriteWeights, serves
+from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_exporter import export
 from weightswap_runtime import (
     DesiredStore,
@@ -40,6 +40,11 @@ from weightswap_runtime import (
 from weightswap_runtime.sources.arriving import Arriving
 from weightswap_runtime.transfer.admin_client import AdminClient, AdminRefused
 from weightswap_server import Server
+
+
+@pytest.fixture
+def residency() -> str:
+    return "double"
 
 
 @pytest.fixture
@@ -86,6 +91,7 @@ def answer_to(connection: socket.socket) -> Reply:
     return Reply(response.status, {}, response.read())
 
 
+@pytest.mark.parametrize("residency", ["double", "single"])
 def test_what_is_sent_is_served(sender: Sender, model: Model, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     forms: list[Any] = [tiny.values(1), iter(tiny.values(2).items()), weight_file(3), tiny.values(4)]
     for seed, given in enumerate(forms, 1):
@@ -98,22 +104,16 @@ def test_what_is_sent_is_served(sender: Sender, model: Model, tiny: TinyArtifact
         assert receipt.labels == ({"step": str(seed)} if seed != 3 else {})
 
 
-REFUSED: dict[str, tuple[Values, type[Exception], str]] = {
-    "here": ({"bias": TinyArtifact.values(0)["bias"][:3]}, WeightsMismatch, "bias: expected F32"),
-    "there": (
-        {"bias": TinyArtifact.values(0)["bias"] * float("nan")},
-        NonFiniteWeights,
-        "bias: 5 NaN of 5 values\nDo not serve them",
-    ),
-}
-
-
-@pytest.mark.parametrize(("changes", "error", "says"), REFUSED.values(), ids=REFUSED)
-def test_a_refusal_comes_back_with_its_reason(
-    changes: Values, error: type[Exception], says: str, model: Model, sender: Sender
-) -> None:
-    with pytest.raises(error, match=says):
-        sender.send({**TinyArtifact.values(1), **changes})
+@pytest.mark.parametrize(
+    ("bias", "error"),
+    [(lambda bias: bias[:3], WeightsMismatch), (lambda bias: bias * float("nan"), NonFiniteWeights)],
+    ids=["here", "there"],
+)
+def test_a_refusal_comes_back_with_its_reason(bias: Any, error: Any, model: Model, sender: Sender) -> None:
+    values = TinyArtifact.values(1)
+    with pytest.raises(error) as refused:
+        sender.send({**values, "bias": bias(values["bias"])})
+    assert "  - bias: " in str(refused.value)
     check_unchanged(model, sender)
 
 
@@ -123,26 +123,25 @@ def test_who_may_not_send_is_told_before_anything_is_read(
     monkeypatch.setattr(Arriving, "read_into", None)
     at, linear = where(server), nn.Linear(3, 3).eval()
     other = export(linear, (torch.zeros(1, 3),), out=tmp_path / "b.artifact")
-    graphs = f"the sender has the graph {other.graph_id[:12]}, tiny has {model.graph_id[:12]}"
-    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"token": "x" * 20}, TransferFailed, "the bearer token is not valid"),
-        ({"model": "large"}, Unsupported, r"serves tiny; give one of them: Sender\(model=\)"),
-        ({"artifact": other}, GraphMismatch, graphs),
-        ({"to": "http://127.0.0.1:1"}, TransferFailed, "no server answers there"),
+    refused: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"token": "x" * 20}, TransferFailed),
+        ({"model": "large"}, Unsupported),
+        ({"artifact": other}, GraphMismatch),
+        ({"to": "http://127.0.0.1:1"}, TransferFailed),
     ]
-    for options, error, says in refused:
+    for options, error in refused:
         given: dict[str, Any] = {"to": at, "artifact": tiny.path, **options}
-        with Sender(**given) as sender, pytest.raises(error, match=says):
+        with Sender(**given) as sender, pytest.raises(error):
             sender.send(linear if "artifact" in options else tiny.values(1))
     assert call(server, "/admin/models/tiny/swap", b"x", {}, "PUT").status == 401
     monkeypatch.delenv("WEIGHTSWAP_ADMIN_TOKEN")
-    with pytest.raises(Unsupported, match=r"needs a token of the server: Sender\(token=\)"):
+    with pytest.raises(Unsupported):
         Sender(at, tiny.path)
     for to in ("http://user:secret@127.0.0.1:1", "http://127.0.0.1:1/path"):
-        with pytest.raises(Unsupported, match="expected http://HOST:PORT") as refused:
+        with pytest.raises(Unsupported) as refused:
             Sender(to, tiny.path, token=TOKEN)
         assert "secret" not in str(refused.value)
-    with pytest.raises(Unsupported, match="token and model are for the admin plane"):
+    with pytest.raises(Unsupported):
         Sender("unix:x.sock", tiny.path, token=TOKEN)
     assert model.generation == 0
 
@@ -174,7 +173,7 @@ def test_where_a_desired_store_is_followed_it_says_what_is_served(
     desired_store.set(weight_file(2), revision=0, by="ci")
     follower = model.follow(tmp_path, 0.05)
     eventually(lambda: serves(model, 2))
-    with pytest.raises(TransferFailed, match=r"follows .*, which says what is served, and nobody else could read"):
+    with pytest.raises(TransferFailed):
         sender.send(TinyArtifact.values(1))
     assert serves(model, 2)
     follower.stop()
@@ -214,6 +213,8 @@ def check_unchanged(model: Model, sender: Sender) -> None:
     assert serves(model, 1)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("residency", ["double", "single"])
 @pytest.mark.parametrize("share", [0, 5, 0.3, 0.6, 0.99, -1])
 @pytest.mark.parametrize("how", ["closes", "resets"])
 def test_a_sender_that_ends_in_the_middle_changes_nothing(

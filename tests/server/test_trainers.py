@@ -28,7 +28,7 @@ from weightswap_server.admin.trainers import PAYLOADS, REFUSED
 FROM_DISK, UPDATE, FINISH = "/update_weights_from_disk", "/update_weights", "/finish_weight_update"
 INIT, START, INFO, CHECKER = "/init_weight_transfer_engine", "/start_weight_update", "/weight_info", "/weight_checker"
 POSTED = (FROM_DISK, INIT, START, UPDATE, FINISH, CHECKER, *REFUSED)
-GIVEN_UP_AFTER = 1.0  # seconds
+GIVEN_UP_AFTER = 0.6  # seconds
 
 
 class Rig(Operator):
@@ -95,15 +95,12 @@ def test_an_update_from_disk(rig: Rig) -> None:
     assert rig.info() == named | {"generation": 1, "labels": {}}
     assert rig.model.history[-1].by == "token"
     assert rig.ended() == [("update_weights_from_disk", "done", "token")]
-
-
-def test_fields_that_mean_nothing_here(rig: Rig) -> None:
-    fields = {"load_format": "auto", "weight_version": None, "token_step": 12, "flush_cache": False, "manifest": None}
-    fields |= dict.fromkeys(
+    without_a_meaning = dict.fromkeys(
         ("abort_all_requests", "is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph"), True
     )
-    assert rig.post(FROM_DISK, {"model_path": rig.path(2)} | fields).status == 200
-    assert rig.answers_of(2)
+    fields = {"load_format": "auto", "weight_version": None, "token_step": 12, "flush_cache": False, "manifest": None}
+    assert rig.post(FROM_DISK, {"model_path": rig.path(3)} | fields | without_a_meaning).status == 200
+    assert rig.answers_of(3)
     assert rig.info()["weight_version"] == rig.model.weights_id
 
 
@@ -181,22 +178,15 @@ def of_other_outputs(rig: Rig, tiny: TinyArtifact) -> str:
     return str(path)
 
 
-def outside(rig: Rig, tiny: TinyArtifact) -> str:
-    return "/etc/passwd"
-
-
-def nowhere(rig: Rig, tiny: TinyArtifact) -> str:
-    return str(rig.folder / "none.safetensors")
-
-
 @pytest.mark.parametrize(
     ("path", "status", "why"),
     [
         (nan, 422, ["NonFiniteWeights", ""]),
         (truncated, 422, ["WeightFileError", "truncated"]),
         (of_other_outputs, 422, ["GoldenMismatch", ""]),
-        (outside, 403, ["Forbidden", ""]),
-        (nowhere, 422, ["WeightFileError", "unreadable"]),
+        (lambda rig, _: "/etc/passwd", 403, ["Forbidden", ""]),
+        (lambda rig, _: str(rig.folder / ("x" * 300)), 403, ["Forbidden", ""]),
+        (lambda rig, _: str(rig.folder / "none.safetensors"), 422, ["WeightFileError", "unreadable"]),
     ],
 )
 def test_weights_that_are_refused_change_nothing(
@@ -388,12 +378,6 @@ def test_a_version_is_that_of_the_last_time_that_weights_came(rig: Rig) -> None:
         assert rig.post(FROM_DISK, body).status == 200
         assert rig.info()["weight_version"] == (known or rig.model.weights_id)
         assert rig.post(FROM_DISK, {"model_path": rig.path(3)}).status == 200
-
-
-def test_a_name_that_no_file_has_is_refused(rig: Rig) -> None:
-    refused = rig.post(FROM_DISK, {"model_path": str(rig.folder / ("x" * 300))})
-    assert (refused.status, refused.json["kind"], refused.json["success"]) == (400, "Forbidden", False)
-    assert rig.is_unchanged()
 
 
 def test_a_trainer_that_begins_anew_discards_what_its_predecessor_left(rig: Rig) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.worker_processes import started
-from tests.support.administered import BEARER, TOKEN, Reply, administered, call, change, status
+from tests.support.administered import BEARER, Reply, administered, call, change, status
 from tests.support.handmade import goldens_beside
 from tests.support.servers import WebServer
 from tests.support.services import weights_id_of
@@ -25,7 +24,6 @@ from tests.support.watched import eventually
 from weightswap_runtime import DesiredStore, Model, load, write_delta
 from weightswap_runtime.following.desired_store import unchanging
 from weightswap_runtime.format.weight_set import goldens_path
-from weightswap_runtime.transfer.admin_client import AdminClient
 from weightswap_server import Server
 from weightswap_server.admin import operations, uploads
 
@@ -157,28 +155,24 @@ def test_what_was_uploaded_again_stays_until_it_is_served(
     assert names(folder) == ["v4", "v6"]
 
 
+@pytest.mark.parametrize("again", ["the weights", "their goldens"])
 def test_what_was_sent_again_while_it_was_there_stays_until_it_is_served(
-    keeping: Server, weight_file: WriteWeights, folder: Path
+    again: str, keeping: Server, tiny: TinyArtifact, weight_file: WriteWeights, folder: Path
 ) -> None:
+    """A push sends goldens first; then the weights, if they are not there any more."""
     swap(keeping, "v2")
-    assert put(keeping, "v2", weight_file(2).read_bytes()) == 409
+    goldens = []
+    if again == "the weights":
+        assert put(keeping, "v2", weight_file(2).read_bytes()) == 409
+    else:
+        goldens = ["v2.goldens"]
+        upload(keeping, "v2.goldens", goldens_beside(tiny, weight_file(2), 2))
     for seed in (3, 4):
         swap(keeping, f"v{seed}")
-    assert names(folder) == ["v2", "v3", "v4", "v5"]
+    assert names(folder) == ["v2", *goldens, "v3", "v4", "v5"]
     for seed in (2, 4, 5):
         swap(keeping, f"v{seed}")
     assert names(folder) == ["v4", "v5"]
-
-
-def test_what_gets_new_goldens_stays_until_it_is_served(
-    keeping: Server, tiny: TinyArtifact, weight_file: WriteWeights, folder: Path
-) -> None:
-    """A push sends them first; then the weights, if they are not there any more."""
-    swap(keeping, "v2")
-    upload(keeping, "v2.goldens", goldens_beside(tiny, weight_file(2), 2))
-    for seed in (3, 4):
-        swap(keeping, f"v{seed}")
-    assert names(folder) == ["v2", "v2.goldens", "v3", "v4", "v5"]
 
 
 def test_while_a_follower_does_not_agree_all_that_its_store_names_stays(
@@ -413,15 +407,3 @@ def test_models_that_swap_the_same_uploads_while_others_commit(
         assert sum(uploaded for _, uploaded in outcomes) > len(files)  # some had gone
         assert sum(found == 200 for found, _ in outcomes) > len(outcomes) / 2
         assert len(list(folder.glob("v?.safetensors"))) == len(list(folder.glob("v?.goldens.safetensors")))
-
-
-def test_the_owner_of_workers_removes_them_too(tiny: TinyArtifact, weight_file: WriteWeights, folder: Path) -> None:
-    assert tiny.path == folder.parent / "tiny.artifact"
-    options = ["--upload-dir", str(folder), "--upload-keep", "1", "--admin-socket", str(folder.parent / "s")]
-    with started(folder.parent, 2, "-w", str(weight_file(1)), *options) as running:
-        running.await_ready()
-        operator = AdminClient(f"unix://{running.folder / 's'}", TOKEN)
-        for seed in (2, 3, 4):
-            operator.upload(weight_file(seed), f"v{seed}.safetensors", "", lambda *_: None)
-            running.change("swap", source=f"upload:v{seed}.safetensors")
-        assert names(folder) == ["v3", "v4"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, count
@@ -20,15 +19,15 @@ from torch import nn
 from torch.export import Dim
 from tritonclient.utils import InferenceServerException
 
-from tests.support import warm
 from tests.support.administered import BEARER, administered, call, change, status
+from tests.support.commands import run
 from tests.support.exported import exported
 from tests.support.keys import write_keys
 from tests.support.served import Reply, as_json, ask, await_queued, occupied, serving
 from tests.support.storm import storm
 from tests.support.watched import eventually
 from weightswap_exporter import export, export_decoder, pack
-from weightswap_runtime import Model, SwapError, UnknownName, Unsupported, load
+from weightswap_runtime import Model, Unsupported, load
 from weightswap_server import Server
 from weightswap_server.serving import ModelSource, variants_of
 from weightswap_server.signed_weights import SignatureRefused, requires, sign
@@ -257,25 +256,6 @@ def test_operators_add_and_remove(folder: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_admitted_holds_for_variants(folder: Path) -> None:
-    """`load(admit=...)` is called for each file, and a signature is of the variant's own id."""
-    asked = []
-
-    def admit(location: Any, weights_id: str) -> None:
-        asked.append((Path(str(location)).name, weights_id))
-        if "b.safetensors" in str(location):
-            raise SwapError("b is not for us")
-
-    model = load(folder / "tuned.artifact", folder / "0.safetensors", admit=admit)
-    receipt = model.add_variant("low", "a", folder / "a.safetensors")
-    assert asked[-1] == ("a.safetensors", receipt.weights_id)
-    with pytest.raises(SwapError, match="not for us"):
-        model.add_variant("low", "b", folder / "b.safetensors")
-    with pytest.raises(UnknownName):
-        model(torch.from_numpy(X), variants={"low": "b"})
-    assert list(model.variants["low"]) == ["a"]
-
-
 def test_a_required_signature_is_required_of_variants(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("model_signing")
     write_keys(tmp_path, "ours")
@@ -284,6 +264,7 @@ def test_a_required_signature_is_required_of_variants(folder: Path, tmp_path: Pa
     save_file(low("a"), path)
     with pytest.raises(SignatureRefused):
         model.add_variant("low", "a", path)
+    assert not model.variants["low"]
     unheld = load(folder / "tuned.artifact").add_variant("low", "a", path)
     Path(f"{path}.sig").write_bytes(sign(unheld.weights_id, str(tmp_path / "ours.key")))
     assert model.add_variant("low", "a", path).weights_id == unheld.weights_id
@@ -337,10 +318,9 @@ def streamed(server: Server, parameters: Any) -> tuple[list[int], set[str]]:
 @pytest.mark.slow
 def test_the_command_has_variants_from_the_start(folder: Path) -> None:
     options = ["--variant", f"low={folder / 'a.safetensors'}", "--variant", f"low/acme={folder / 'b.safetensors'}"]
-    found = serve(folder, *options, "--max-variants", "1")
-    assert (found.returncode, "2 variants of low, but room for 1" in found.stderr) == (2, True)
-    found = serve(folder, *options, "--workers", "2")
-    assert (found.returncode, "--workers with --variant" in found.stderr) == (2, True)
+    weights = ("-w", folder / "0.safetensors", "--port", 0)
+    refused = run("serve", folder / "tuned.artifact", *weights, *options, "--max-variants", 1, status=2)
+    assert "2 variants of low, but room for 1" in refused.stderr
     source = ModelSource(
         artifact=str(folder / "tuned.artifact"),
         weights=str(folder / "0.safetensors"),
@@ -351,24 +331,9 @@ def test_the_command_has_variants_from_the_start(folder: Path) -> None:
             np.testing.assert_array_equal(outputs(ask(server, INFER, body(f"low={name}"))), expected(0, file))
 
 
-def serve(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the command, which must fail before it listens."""
-    artifact, weights = str(folder / "tuned.artifact"), str(folder / "0.safetensors")
-    program = "from weightswap_tools.program import main; main()"
-    command = [warm.python(), "-c", program, "serve", artifact, "-w", weights, "--port", "0", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
 @pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        *(
-            ([each], "expected group=PATH or group/name=PATH")
-            for each in ("low", "=a", "low=", "low/=a", "a b=c", "lo,w=a")
-        ),
-        (["low=x/a.safetensors", "low=y/a"], "two of low are named a; give group/name=PATH"),
-    ],
+    "wrong", [["low"], ["=a"], ["low="], ["low/=a"], ["a b=c"], ["lo,w=a"], ["low=x/a.safetensors", "low=y/a"]]
 )
-def test_options_that_name_no_variant(wrong: list[str], says: str) -> None:
-    with pytest.raises(Unsupported, match=says):
+def test_options_that_name_no_variant(wrong: list[str]) -> None:
+    with pytest.raises(Unsupported):
         variants_of(wrong)

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from tests.server import load
-from tests.server.worker_processes import Fleet, eventually, operated, serving, started
+from tests.server.worker_processes import Fleet, eventually, operated, serving
 from tests.support.administered import TOKEN
 from tests.support.commands import run
 from tests.support.tiny import TinyArtifact
@@ -28,37 +28,6 @@ from weightswap_server.serving import variants_of
 from weightswap_server.workers.child_main import ChildTask, ManagerConnection, Role, Totals
 from weightswap_server.workers.manager import Workers, environment
 
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with serving(tmp_path_factory.mktemp("fleet"), 2) as found:
-        yield found
-
-
-def _load(fleet: Fleet, folder: Path, seconds: float, every: float | None) -> Any:
-    """Return the report of clients in another process, while weights are swapped."""
-    client, swaps = load.start(fleet, fleet.expected, folder, seconds), 0
-    while client.poll() is None:
-        time.sleep(every or 0.1)
-        if every is not None:
-            swaps += 1
-            fleet.desired_store.set(fleet.files[swaps % 3 + 1], revision=fleet.desired_store.read().revision, by="test")
-    found = load.report_of(client) if every is None else load.check_all_right(client)
-    assert all(not found["answers"].get(wrong) for wrong in ("mixed", "stale", "failed"))
-    print(f"{swaps} swaps, {found}")
-    return found
-
-
-def test_swaps_under_load(fleet: Fleet, tmp_path: Path) -> None:
-    _load(fleet, tmp_path, 4, 0.3)
-
-
-def test_a_commit_is_all_workers(fleet: Fleet) -> None:
-    for seed in (2, 3, 1):
-        wanted = fleet.desire(seed)
-        assert {fleet.infer()[0] for _ in range(20)} == {wanted}
-
-
 SECRETS = {"WEIGHTSWAP_ADMIN_TOKEN": TOKEN} | dict.fromkeys(
     (
         *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_WEB_IDENTITY_TOKEN_FILE"),
@@ -67,30 +36,54 @@ SECRETS = {"WEIGHTSWAP_ADMIN_TOKEN": TOKEN} | dict.fromkeys(
     ),
     "secret",
 )
+NO_SECRETS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "AWS_REGION": "eu-1", "HOME_KEY": "x"}
 
 
-@pytest.mark.parametrize("admin", [True, False])
-def test_workers_inherit_no_secrets(admin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "AWS_REGION": "eu-1", "HOME_KEY": "x"}
-    for name, value in {**SECRETS, **kept}.items():
-        monkeypatch.setenv(name, value)
-    TinyArtifact(tmp_path / "tiny.artifact")
-    (tmp_path / "outbox").mkdir()
-    options = ["--watch", str(tmp_path / "outbox"), *(["--admin-socket", str(tmp_path / "s")] if admin else [])]
-    with started(tmp_path, 1, *options) as running:
-        owner, worker = (_environment(child) for child in running.children)
-        if admin:
-            assert running.operator.get("/admin/status")["pid"] > 0
-    assert worker.keys() & SECRETS.keys() == set()
-    assert kept.items() <= worker.items()
-    assert SECRETS.keys() - owner.keys() == (set() if admin else {"WEIGHTSWAP_ADMIN_TOKEN"})
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A server with secrets, an admin plane, and a desired store that it follows."""
+    folder = tmp_path_factory.mktemp("fleet")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**SECRETS, **NO_SECRETS}.items():
+            patch.setenv(name, value)
+        with serving(folder, 2, "--follow", str(folder / "desired_store"), *operated(folder)) as found:
+            yield found
 
 
-def test_workers_of_an_artifact_behind_a_url_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_swaps_under_load(fleet: Fleet, tmp_path: Path, seconds: float) -> None:
+    client, swaps = load.start(fleet, fleet.expected, tmp_path, seconds), 0
+    while client.poll() is None:
+        time.sleep(0.2)
+        swaps += 1
+        fleet.desired_store.set(fleet.files[swaps % 3 + 1], revision=fleet.desired_store.read().revision, by="test")
+    print(f"{swaps} swaps, {load.check_all_right(client)}")
+
+
+def test_a_commit_is_all_workers(fleet: Fleet) -> None:
+    for seed in (2, 3, 1):
+        wanted = fleet.desire(seed)
+        assert {fleet.infer()[0] for _ in range(20)} == {wanted}
+
+
+def test_workers_inherit_no_secrets(fleet: Fleet) -> None:
+    owner, *workers = (_environment(child) for child in fleet.children)
+    for worker in workers:
+        assert worker.keys() & SECRETS.keys() == set()
+        assert NO_SECRETS.items() <= worker.items()
+    assert SECRETS.keys() <= owner.keys()
+    assert fleet.operator.get("/admin/status")["pid"] > 0
+
+
+@pytest.mark.parametrize("role", ["owner", "worker"])
+def test_who_reads_from_afar_has_its_keys_and_no_token_of_operators(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner without an admin plane, and workers of an artifact behind a URL."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     sources = {"tiny": ModelSource(artifact="s3://bucket/tiny.artifact")}
-    task = ChildTask(role="worker", name="worker 0", sources=sources, segments={}, settings=Settings())
+    task = ChildTask(role=role, name=role, sources=sources, segments={}, settings=Settings())
     assert SECRETS.keys() - environment(task).keys() == {"WEIGHTSWAP_ADMIN_TOKEN"}
 
 
@@ -109,18 +102,29 @@ def test_metrics_are_those_of_all(fleet: Fleet) -> None:
     assert fleet.counted("weightswap_generation") == fleet.infer()[1]
 
 
-def test_a_killed_worker_is_replaced(fleet: Fleet) -> None:
-    owner, *workers = fleet.children
-    assert len(workers) == 2
+def test_a_killed_worker_is_replaced_once_the_system_has_room(fleet: Fleet) -> None:
+    (owner, killed, _), manager = fleet.children, fleet.process.pid
+
+    def opened() -> int:
+        return len(list(Path(f"/proc/{manager}/fd").iterdir()))
+
     time.sleep(1.5)
-    before = fleet.answered()
-    fleet.replace(workers[0])
+    before, descriptors = fleet.answered(), opened()
+    limit = resource.prlimit(manager, resource.RLIMIT_NOFILE)
+    resource.prlimit(manager, resource.RLIMIT_NOFILE, (3, limit[1]))  # it can open no more
+    try:
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: (fleet.folder / "log").read_text().count("did not start") > 1)
+    finally:
+        resource.prlimit(manager, resource.RLIMIT_NOFILE, limit)
+    eventually(lambda: len(fleet.children) == 3)
     assert owner in fleet.children
     wanted = fleet.desire(2)  # while the new one begins
     eventually(lambda: fleet.counted("weightswap_leases") == 0.0 and fleet.answered() >= before)
     for _ in range(50):
         eventually(lambda: fleet.infer()[0] == wanted)
     assert fleet.desire(3) != wanted
+    eventually(lambda: opened() == descriptors)
 
 
 def test_a_killed_owner_is_replaced(fleet: Fleet) -> None:
@@ -129,35 +133,9 @@ def test_a_killed_owner_is_replaced(fleet: Fleet) -> None:
     os.kill(owner, signal.SIGKILL)
     eventually(lambda: owner not in fleet.children)
     assert fleet.infer()[1] == generation  # meanwhile
-    fleet.desire(_another_seed(fleet))
+    fleet.desire(1)
     assert fleet.infer()[1] == generation + 1
     assert set(workers) <= set(fleet.children)
-
-
-def test_what_cannot_start_is_started_later(fleet: Fleet) -> None:
-    manager, killed = fleet.process.pid, fleet.children
-
-    def opened() -> int:
-        return len(list(Path(f"/proc/{manager}/fd").iterdir()))
-
-    descriptors = opened()
-    before = resource.prlimit(manager, resource.RLIMIT_NOFILE)
-    resource.prlimit(manager, resource.RLIMIT_NOFILE, (3, before[1]))  # it can open no more
-    try:
-        for child in killed:
-            os.kill(child, signal.SIGKILL)
-        eventually(lambda: (fleet.folder / "log").read_text().count("did not start") > len(killed))
-    finally:
-        resource.prlimit(manager, resource.RLIMIT_NOFILE, before)
-    eventually(lambda: len(fleet.children) == len(killed))
-    fleet.desire(_another_seed(fleet))
-    eventually(lambda: opened() == descriptors)
-
-
-def _another_seed(fleet: Fleet) -> int:
-    """Return a seed whose weights are not served now."""
-    state = fleet.desired_store.read()
-    return next(seed for seed, path in fleet.files.items() if state.weights and str(path) != state.weights.source)
 
 
 @pytest.mark.slow
@@ -250,14 +228,6 @@ def test_a_request_to_the_manager_does_not_outlive_it() -> None:
         thread.join(20)
     assert not any(thread.is_alive() for thread in asking)
     assert connection.processes() == []
-
-
-@pytest.mark.slow
-def test_four_workers_for_a_minute(tmp_path: Path) -> None:
-    with serving(tmp_path, 4) as fleet:
-        calm = _load(fleet, tmp_path, 60, None)
-        stormy = _load(fleet, tmp_path, 60, 1.0)
-        print(f"p99 {stormy['p99'] / calm['p99']:.2f} of that without swaps")
 
 
 @pytest.mark.parametrize(

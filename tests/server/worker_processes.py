@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class Running:
     process: subprocess.Popen[str]
     http_port: int
     grpc_port: int
+    where: str  # of the admin plane, if there is one
 
     @property
     def children(self) -> list[int]:
@@ -54,7 +56,7 @@ class Running:
 
     @property
     def operator(self) -> AdminClient:
-        return AdminClient(f"unix://{self.folder / 's'}", TOKEN)
+        return AdminClient(self.where, TOKEN)
 
     @property
     def status(self) -> Any:
@@ -187,7 +189,9 @@ def started(folder: Path, workers: int, *more: str) -> Iterator[Running]:
         said = process.stdout.readline() + process.stdout.readline()
         ports = [int(found) for found in re.findall(r"127\.0\.0\.1:(\d+)", said)]
         assert len(ports) == 2, (folder / "log").read_text()
-        yield Running(folder, process, *ports)
+        admin_port = dict(pairwise(more)).get("--admin-port")
+        where = f"http://127.0.0.1:{admin_port}" if admin_port else f"unix://{folder / 's'}"
+        yield Running(folder, process, *ports, where)
         if process.poll() is None:
             children = children_of(process.pid)
             process.send_signal(signal.SIGTERM)

@@ -1,12 +1,14 @@
-"""Caches for what exports do repeatedly with the same result, once per test process."""
+"""What exports do repeatedly with the same result is done once per test process, and servers look often."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.util import find_spec
+from typing import Any
 from unittest import mock
 
 from tests.support import warm
@@ -37,3 +39,25 @@ def _translations_are_read_once() -> AbstractContextManager[object]:
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     return mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
+
+
+class _QuickLoop:
+    """`asyncio` for uvicorn's server, which looks ten times a second whether it shall stop."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
+
+@contextmanager
+def quick_servers() -> Iterator[None]:
+    """Servers of this process stop soon after they are told to, and look at what is staged more often."""
+    import uvicorn.server
+
+    from weightswap_server.admin import plane
+
+    with mock.patch.object(uvicorn.server, "asyncio", _QuickLoop()), mock.patch.object(plane, "_CHECK_INTERVAL", 0.05):
+        yield

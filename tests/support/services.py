@@ -8,7 +8,8 @@ from pathlib import Path
 from tests.support import warm
 from tests.support.tiny import TinyArtifact
 from tests.support.watched import environment
-from weightswap_runtime import DesiredStore, WeightFile
+from weightswap_runtime import DesiredState, DesiredStore, WeightFile
+from weightswap_runtime.following.desired_state import DesiredWeights
 
 FOLLOW = """
 import sys
@@ -74,6 +75,12 @@ def weights_id_of(path: Path) -> str:
     with WeightFile(path) as file:
         assert file.stamp is not None
         return file.stamp.weights_id
+
+
+def wanted(state: DesiredState) -> DesiredWeights:
+    """Return the weights of a state that has some."""
+    assert state.weights is not None
+    return state.weights
 
 
 class Service:

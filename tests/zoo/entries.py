@@ -61,6 +61,7 @@ class Entry:
 BATCH, LENGTH, OUTPUT = Dim("batch", max=64), Dim("length", max=64), Dim("output_length", max=64)
 TEXT = {0: BATCH, 1: LENGTH}
 TEXTS = ((2, 7), (3, 12), (1, 4))
+MASKED = {"input_ids": TEXT, "attention_mask": TEXT}
 
 SMALL = {
     "vocab_size": 99,
@@ -141,35 +142,25 @@ ZOO = (
         hf("BertForSequenceClassification", "BertConfig", **SMALL),
         typed_text,
         TEXTS,
-        {"input_ids": TEXT, "attention_mask": TEXT, "token_type_ids": TEXT},
+        MASKED | {"token_type_ids": TEXT},
     ),
     Entry(
         "gpt2",
         hf("GPT2LMHeadModel", "GPT2Config", vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, **CAUSAL),
         text,
         TEXTS,
-        {"input_ids": TEXT, "attention_mask": TEXT},
+        MASKED,
     ),
+    Entry("llama", hf("LlamaForCausalLM", "LlamaConfig", **GROUPED), text, TEXTS, MASKED),
     Entry(
-        "llama",
-        hf("LlamaForCausalLM", "LlamaConfig", **GROUPED),
-        text,
-        TEXTS,
-        {"input_ids": TEXT, "attention_mask": TEXT},
-    ),
-    Entry(
-        "llama-tied",
-        hf("LlamaForCausalLM", "LlamaConfig", **GROUPED, tie_word_embeddings=True),
-        text,
-        TEXTS,
-        {"input_ids": TEXT, "attention_mask": TEXT},
+        "llama-tied", hf("LlamaForCausalLM", "LlamaConfig", **GROUPED, tie_word_embeddings=True), text, TEXTS, MASKED
     ),
     Entry(
         "mixtral",
         hf("MixtralForCausalLM", "MixtralConfig", **GROUPED | {"intermediate_size": 40}, num_local_experts=4),
         text,
         TEXTS,
-        {"input_ids": TEXT, "attention_mask": TEXT},
+        MASKED,
     ),
     Entry(
         "deberta-v2",
@@ -184,7 +175,7 @@ ZOO = (
         ),
         text,
         TEXTS,
-        {"input_ids": TEXT, "attention_mask": TEXT},
+        MASKED,
     ),
     Entry(
         "t5",
@@ -201,7 +192,7 @@ ZOO = (
         ),
         text_pair,
         ((2, 7, 5), (3, 12, 4), (1, 4, 9)),
-        {"input_ids": TEXT, "attention_mask": TEXT, "decoder_input_ids": {0: BATCH, 1: OUTPUT}},
+        MASKED | {"decoder_input_ids": {0: BATCH, 1: OUTPUT}},
     ),
     Entry(
         "mamba",  # its scan is a Python loop over time: the length is fixed
@@ -250,7 +241,7 @@ ZOO = (
         ),
         texts_and_images,
         ((2, 7, 3), (3, 12, 5), (1, 4, 1)),
-        {"input_ids": TEXT, "attention_mask": TEXT, "pixel_values": {0: Dim("images", max=64)}},
+        MASKED | {"pixel_values": {0: Dim("images", max=64)}},
     ),
     Entry(
         "whisper",
@@ -294,14 +285,7 @@ ZOO = (
         ((2, 400), (3, 560), (1, 333)),
         {"input_values": {0: BATCH, 1: Dim("time", min=64, max=16000)}},
     ),
-    Entry(
-        "lora",
-        with_lora,
-        text,
-        TEXTS,
-        {"input_ids": TEXT, "attention_mask": TEXT},
-        save_safetensors,
-    ),
+    Entry("lora", with_lora, text, TEXTS, MASKED, save_safetensors),
     Entry(
         "lstm",  # torch.export fixes the length
         own.Tagger,
@@ -341,6 +325,7 @@ ZOO = (
 
 # smaller ones of the same kind stand for them in the short run
 LARGER = {"t5", "clip", "lora", "gpt2", "llama", "llama-tied", "deberta-v2", "mamba", "whisper", "wav2vec2", "mixtral"}
+LARGER |= {"resnet"}  # batch-norm has its layers
 BY_NAME = {entry.name: entry for entry in ZOO}
 HUGGING_FACE = tuple(entry for entry in ZOO if entry.save is save_pretrained)
 

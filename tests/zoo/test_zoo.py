@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,11 @@ import torch
 
 from tests.support.accelerators import on_every_device
 from tests.support.arriving import arriving
-from tests.support.sessions import bound_of
 from tests.support.setups import equal
 from tests.zoo.conftest import Exported, Shelf
 from tests.zoo.entries import BY_NAME, Entry, named_tensors, randomised, save_pickled, save_pretrained
 from tests.zoo.proving import deterministic, near, prove
 from weightswap_exporter import pack
-from weightswap_exporter.capture.archive import open_program
 from weightswap_runtime import Artifact, load
 
 
@@ -32,44 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@torch.no_grad()
-@pytest.mark.sampled(3)
-def test_the_reader_makes_of_a_graph_what_torch_does(exported: Exported, tmp_path: Path) -> None:
-    entry, artifact = exported.entry, exported.hollow
-    served = load(artifact, swappable(entry, randomised(entry, 3), artifact, tmp_path / "v3"))
-    bound = bound_of(served)
-    ours = bound._calls["forward"]
-    theirs = open_program(artifact, artifact.manifest.methods["forward"].graph).graph_module
-    for sizes in entry.sizes:
-        flat = served._methods.inputs["forward"].flatten((), entry.inputs(*sizes))
-        found = list(ours(flat, bound._new_state()))
-        values, state = iter(flat), bound._new_state().tensors
-        given = zip(artifact.manifest.methods["forward"].inputs, ours._slots[len(ours.hoisted) :], strict=True)
-        own = {"input": lambda _: next(values), "state": lambda name: state[name]}  # noqa: B023
-        slots = [own[item.kind](item.name) if item.kind in own else slot for item, slot in given]
-        assert equal(found, list(theirs(*slots))), sizes
-
-
-def test_checkpoints_swapped_one_over_the_other_equal_eager(exported: Exported, tmp_path: Path) -> None:
-    entry, artifact = exported.entry, exported.hollow
-    served = load(artifact)
-    context = served.new_context(on_swap="reset")
-    answers = []
-    for seed in (1, 2):
-        eager = randomised(entry, seed)
-        served.swap(swappable(entry, eager, artifact, tmp_path / f"v{seed}"))
-        eager = deepcopy(eager)  # buffers that the calls below change
-        for sizes in entry.sizes:
-            inputs = entry.inputs(*sizes)
-            with torch.no_grad():
-                expected = eager(**inputs)
-            assert equal(served(**inputs, context=context), expected), (seed, sizes)
-        answers.append(expected)
-    assert not equal(*answers)
-
-
 @on_every_device
-@pytest.mark.sampled(6)
 def test_the_proof(device: str, exported: Exported, tmp_path: Path) -> None:
     entry, artifact = exported.entry, exported.hollow
     models = {seed: randomised(entry, seed) for seed in (1, 2)}

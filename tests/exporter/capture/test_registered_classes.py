@@ -222,7 +222,7 @@ def test_fields_without_any_name_are_numbered(tmp_path: Path) -> None:
 def test_absent_fields_of_a_dataclass_stay_absent(tmp_path: Path) -> None:
     model = served(tmp_path, Taking(lambda value: value.x), Batch(torch.randn(3, 4)))
     assert model(Batch(torch.zeros(3, 4))).shape == (3, 2)
-    with pytest.raises(InputMismatch, match=r"value: expected a .*Batch with"):
+    with pytest.raises(InputMismatch):
         model(Batch(torch.zeros(3, 4), torch.zeros(3)))
 
 

@@ -321,22 +321,6 @@ def test_what_a_later_call_may_read_is_refused(act: Act, tmp_path: Path) -> None
     assert (eager.cache, eager.kept, list(eager.window), eager.deep) == ({}, [], [], {"a": []})
 
 
-def test_what_eager_reads_is_in_the_table() -> None:
-    """The table of the tests above is right: calls after others differ from first calls, or they do not."""
-    for act in (*NOT_READ.values(), *READ.values()):
-        torch.manual_seed(0)
-        used = Stores(act).eval()
-        differs = False
-        for size in (2, 3, 4, 2):
-            x = torch.randn(size, 3)
-            fresh = Stores(act).eval()
-            fresh.load_state_dict(used.state_dict())
-            with torch.no_grad():
-                same = torch.equal(used(x), fresh(x)) and torch.equal(used.count, fresh.count)
-            differs = differs or not same
-        assert differs is (act in READ.values() and act not in (list_that_grows, list_in_a_dict)), act.__name__
-
-
 def test_a_hook_that_grabs_features(tmp_path: Path) -> None:
     eager = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).eval()
     eager.features = {}  # type: ignore[assignment]

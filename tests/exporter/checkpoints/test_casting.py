@@ -29,9 +29,9 @@ def mixed_model(dtype: torch.dtype) -> nn.Module:
     return Does(act, linear=linear, norm=nn.LayerNorm(3), tied=tied, count=nn.Buffer(torch.tensor(7))).eval()
 
 
-@pytest.fixture
-def mixed(tmp_path: Path) -> Artifact:
-    return export(mixed_model(torch.bfloat16), (X,), out=tmp_path / "mixed.artifact")
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return export(mixed_model(torch.bfloat16), (X,), out=tmp_path_factory.mktemp("mixed") / "mixed.artifact")
 
 
 CAST = {"F32": ["linear.bias", "linear.weight"]}

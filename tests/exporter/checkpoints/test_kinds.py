@@ -68,7 +68,7 @@ def test_a_trainer_publishes_parts(artifact: Artifact, tmp_path: Path) -> None:
     model = quantised(KIND, 1)
     published = publish(model, tmp_path / "out", artifact, step=1).wait(60)
     assert published.weights_id == weights_id(model, artifact, tmp_path)
-    with pytest.raises(WeightsMismatch, match="the checkpoint has Int8Tensor"):
+    with pytest.raises(WeightsMismatch):
         publish(quantised("int8"), tmp_path / "out", artifact, step=2).wait(60)
 
 

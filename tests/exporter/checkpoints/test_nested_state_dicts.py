@@ -256,11 +256,21 @@ SAVED: dict[str, Callable[[State, Path], Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def unknown(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """An artifact of a model that has no extra state."""
+    return export(Scaled(), (X,), out=tmp_path_factory.mktemp("unknown") / "a.artifact")
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """An artifact of a model that has one, of whatever kind: the graph does not depend on it."""
+    return export(Extra(b"scales"), (X,), out=tmp_path_factory.mktemp("known") / "a.artifact")
+
+
 @pytest.mark.parametrize("form", SAVED.values(), ids=SAVED)
 @pytest.mark.parametrize("extra", SAYS.values(), ids=SAYS)
-def test_an_extra_state_is_named(extra: Any, form: Form, tmp_path: Path) -> None:
-    known = export(Extra(extra), (X,), out=tmp_path / "known.artifact")
-    unknown = export(Scaled(), (X,), out=tmp_path / "unknown.artifact")
+def test_an_extra_state_is_named(extra: Any, form: Form, known: Artifact, unknown: Artifact, tmp_path: Path) -> None:
     source = form(Extra(extra).state_dict(), tmp_path)
     names = {("_extra_state",), ("model._extra_state",)}
     assert pack(source, known, out=tmp_path / "a.safetensors").ignored in names
@@ -278,32 +288,30 @@ def test_an_extra_state_is_named(extra: Any, form: Form, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("form", SAVED.values(), ids=SAVED)
 @pytest.mark.parametrize("extra", EMPTY.values(), ids=EMPTY)
-def test_an_extra_state_that_says_nothing_is_no_matter(extra: Any, form: Form, tmp_path: Path) -> None:
-    artifact = export(Scaled(), (X,), out=tmp_path / "a.artifact")
+def test_an_extra_state_that_says_nothing_is_no_matter(
+    extra: Any, form: Form, unknown: Artifact, tmp_path: Path
+) -> None:
     model = Extra(extra)
     source = form(model.state_dict(), tmp_path)
-    assert weights_id(source, artifact, tmp_path) == weights_id(model, artifact, tmp_path)
+    assert weights_id(source, unknown, tmp_path) == weights_id(model, unknown, tmp_path)
 
 
-def test_extra_states_below_a_prefix_or_in_a_module(tmp_path: Path) -> None:
-    artifact = export(Scaled(), (X,), out=tmp_path / "a.artifact")
-
+def test_extra_states_below_a_prefix_or_in_a_module(unknown: Artifact, tmp_path: Path) -> None:
     def ignored(source: Any, **options: Any) -> list[str]:
-        return sorted(pack(source, artifact, out=tmp_path / "v.safetensors", **options).ignored)
+        return sorted(pack(source, unknown, out=tmp_path / "v.safetensors", **options).ignored)
 
     state = {f"net.{key}": value for key, value in Extra(b"1").state_dict().items()} | {"loss._extra_state": b"2"}
-    refuses(WeightsMismatch, "_extra_state: unexpected", state, artifact, tmp_path, prefix="net.")
+    refuses(WeightsMismatch, "_extra_state: unexpected", state, unknown, tmp_path, prefix="net.")
     assert ignored(state, prefix="net.", ignore="net._extra_state") == ["loss._extra_state", "net._extra_state"]
     assert ignored(Extra(io.BytesIO(b"1"))) == ["_extra_state"]
     assert ignored(Extra(io.BytesIO())) == ignored(Scaled().state_dict() | {"_extra_state": b""}) == []
     inner = Scaled().state_dict() | {"linear._extra_state": io.BytesIO(b"1")}
-    refuses(WeightsMismatch, "_extra_state: unexpected", inner, artifact, tmp_path)
+    refuses(WeightsMismatch, "_extra_state: unexpected", inner, unknown, tmp_path)
 
 
-def test_an_extra_state_beside_other_problems(tmp_path: Path) -> None:
-    artifact = export(Scaled(), (X,), out=tmp_path / "a.artifact")
+def test_an_extra_state_beside_other_problems(unknown: Artifact, tmp_path: Path) -> None:
     state = Extra({"scale": 2}).state_dict()
     del state["linear.bias"]
-    message = refuses(WeightsMismatch, "2 problems", state, artifact, tmp_path)
+    message = refuses(WeightsMismatch, "2 problems", state, unknown, tmp_path)
     assert "linear.bias: missing" in message
     assert "ignore=" not in message

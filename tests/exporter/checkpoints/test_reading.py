@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -28,7 +26,6 @@ from tests.support.reading import FORMS, HOSTILE, State, some_state, written
 from tests.support.setups import different
 from tests.support.tiny import TinyArtifact
 from weightswap_exporter import export, pack
-from weightswap_exporter.checkpoints.dcp import Chunk, ChunkedTensor, _runs
 from weightswap_runtime import Artifact, MissingExtra, WeightsMismatch
 from weightswap_runtime.torch_tensors import tensor_bytes
 from weightswap_tools import tensor_set as tensorsets
@@ -137,26 +134,11 @@ def test_every_piece_of_every_layout(data: st.DataObject, tmp_path_factory: pyte
         found.check(["w"])
 
 
-@given(data=st.data())
-def test_which_chunks_are_runs(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
-    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
-    sizes = tuple(data.draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True))
-    chunk = Chunk(offsets, sizes, "f", 0, 1)
-    place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    indices = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)[place].ravel()
-    runs = list(_runs(ChunkedTensor(torch.float64, shape, (chunk,), ())))
-    if bool((np.diff(indices) == 1).all()):
-        assert runs == [(8 * indices[0], 8 * (indices[-1] + 1), chunk)]
-    else:
-        assert runs == []
-
-
-@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(["safetensors", *FORMS], 2)])
-def test_the_same_tensors_in_any_two_forms(one: str, other: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
+def test_the_same_tensors_in_another_form(make: Callable[[Path, State], Path], tmp_path: Path) -> None:
     state = some_state()
-    forms = FORMS | {"safetensors": lambda folder, state: saved_safetensors(folder / "c.safetensors", plain(state))}
-    diff = compare_weights(*(forms[name](new_folder(tmp_path / name), state) for name in (one, other)))
+    other = saved_safetensors(tmp_path / "c.safetensors", plain(state))
+    diff = compare_weights(make(new_folder(tmp_path / "made"), state), other)
     assert {tensor.name: tensor.status for tensor in diff.tensors} == dict.fromkeys(state, "same")
     assert (diff.overall.tensors, diff.overall.rel_change) == (0, 0.0)
 
@@ -236,7 +218,7 @@ def test_an_artifact_chooses_the_level_that_fits_it(tmp_path: Path) -> None:
     diff = compare_weights(path, pack(model, artifact, out=tmp_path / "v.safetensors").path, artifact=artifact)
     assert (diff.before.level, diff.level) == ("model", "same")
     assert document("inspect", path)["level"] == "state_dict"
-    with pytest.raises(WeightsMismatch, match=r"c\.pt, state_dict: refused"):
+    with pytest.raises(WeightsMismatch):
         compare_weights(path, path, artifact=artifact, levels=("state_dict", None))
 
 

@@ -42,9 +42,9 @@ State = dict[str, Any]
 STATE = {"linear.weight": torch.arange(9.0).view(3, 3), "scale": torch.tensor(2.0)}
 
 
-@pytest.fixture
-def scaled(tmp_path: Path) -> Artifact:
-    return export(Scaled().eval(), (X,), out=tmp_path / "scaled.artifact")
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return export(Scaled().eval(), (X,), out=tmp_path_factory.mktemp("scaled") / "scaled.artifact")
 
 
 SOURCES: dict[str, Callable[[Path], object]] = {

@@ -105,7 +105,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_every_reason() -> None:
     del tensors["model.norm.weight"]
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.empty(3, 32, device="meta")
     tensors["model.other"] = torch.empty(1, device="meta")
-    with pytest.raises(CheckpointError, match="LlamaForCausalLM: cannot load the checkpoint") as refused:
+    with pytest.raises(CheckpointError) as refused:
         load(hollow(llama), tensors)
     assert str(refused.value).splitlines()[1:] == [
         "  - model.norm.weight: missing",

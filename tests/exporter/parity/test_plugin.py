@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
+from tests.support.tiny import TinyArtifact
 
 QUIET = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
 SOURCE = """
@@ -158,24 +159,25 @@ def test_one_call_does_not_overwrite_what_another_has_recorded(folder: Path, wor
     assert text.count("weightswap recorded ") == 1
 
 
-@pytest.mark.sampled(1)
+WRITTEN = """
+import pytest, torch
+
 @pytest.mark.parametrize("path", ["net.py", "../net.goldens.safetensors", "kept/net.npz"])
-def test_only_goldens_of_the_project_are_written(folder: Path, path: str) -> None:
-    source = (
-        SOURCE.partition("def test_net")[0]
-        + f"""
-def test_it(model, artifact, assert_parity):
-    assert_parity(model, artifact, cases=[(X,)], goldens={path!r})
+def test_it(path, assert_parity):
+    assert_parity(torch.nn.Identity(), "tiny.artifact", goldens=path)
 """
-    )
-    (folder / "written").mkdir(exist_ok=True)
-    (folder / "written" / "test_written.py").write_text(source)
-    update = ("--weightswap-update-goldens",) if path.startswith("net") else ()  # the name is looked at in any case
-    outcomes, text = run(folder / "written", "--rootdir=.", *update)
-    assert outcomes == {"test_it": "FAILED"}
-    assert "expected a name *.goldens.safetensors under" in text
+
+
+def test_only_goldens_of_the_project_are_written(tmp_path: Path) -> None:
+    root = tmp_path / "written"
+    root.mkdir()
+    TinyArtifact(root / "tiny.artifact")
+    (root / "test_written.py").write_text(WRITTEN)
+    outcomes, text = run(root, "--rootdir=.", "--weightswap-update-goldens")
+    assert list(outcomes.values()) == ["FAILED"] * 3
+    assert text.count("expected a name *.goldens.safetensors under") >= 3
     assert "torch.__trace" not in text
-    assert not (folder / "net.goldens.safetensors").exists()
+    assert [path.name for path in tmp_path.rglob("*net*")] == []
 
 
 def test_unknown_engines_are_refused(folder: Path) -> None:

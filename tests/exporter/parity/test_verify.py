@@ -122,7 +122,7 @@ def test_a_delta_is_verified_from_the_weights_that_it_starts_from(folder: Path) 
     assert {check.bytes_read for check in found.swaps} == {sum(each.nbytes for each in read_weights(delta).values())}
     with pytest.raises(Unsupported, match="give the weights from which it starts"):
         verify(folder / "a", delta)
-    with pytest.raises(BaseMismatch, match=r"v1\.safetensors has"):
+    with pytest.raises(BaseMismatch):
         verify(folder / "a", delta, before=folder / "v1.safetensors")
 
 

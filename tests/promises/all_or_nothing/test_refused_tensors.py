@@ -1,4 +1,7 @@
-"""Tensors of this process that cannot be the weights: after each refusal the served model is unchanged."""
+"""Tensors of this process that cannot be the weights: after each refusal the served model is unchanged.
+
+What every source can bring is in `test_every_source`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.support.tiny import TinyArtifact, Values, WriteWeights, serves
-from weightswap_runtime import NonFiniteWeights, SwapError, WeightsMismatch, load
+from weightswap_runtime import SwapError, WeightsMismatch, load
 
 
 class Refused(NamedTuple):
@@ -33,12 +36,6 @@ def freed() -> torch.Tensor:
 
 
 REFUSED = {
-    "missing": Refused({"bias": None}, WeightsMismatch, "bias: missing, F32"),
-    "unexpected": Refused({"biass": torch.ones(5)}, WeightsMismatch, "biass: unexpected"),
-    "another shape": Refused({"bias": torch.ones(4)}, WeightsMismatch, r"bias: expected F32\[5\], found F32\[4\]"),
-    "another dtype": Refused({"bias": torch.ones(5).half()}, WeightsMismatch, r"expected F32\[5\], found F16\[5\]"),
-    "ties that differ": Refused({"again": torch.ones(1)}, WeightsMismatch, "tied and again are one tensor"),
-    "NaN": Refused({"bias": torch.full((5,), torch.nan)}, NonFiniteWeights, "bias: 5 NaN of 5 values"),
     "no values": Refused({"bias": torch.ones(5, device="meta")}, WeightsMismatch, "bias: has no values"),
     "not initialized": Refused({"bias": nn.UninitializedParameter()}, WeightsMismatch, "bias: has no values"),
     "sparse": Refused({"bias": torch.ones(5).to_sparse()}, WeightsMismatch, r"give a dense tensor, .* to_dense\(\)"),

@@ -39,23 +39,6 @@ def test_ten_swaps(tmp_path: Path, residency: str) -> None:
         assert equal(model.encode(ids), eager.encode(ids))
 
 
-@torch.no_grad()
-def test_cold_b_equals_warm_a_to_b(tmp_path: Path, residency: str) -> None:
-    setup = everything(tmp_path, count=3)
-    x = torch.randn(3, 1, 5, 5)
-    for b, file in enumerate(setup.files):
-        cold = load(setup.artifact, file, residency=residency)
-        for a in range(3):
-            warm = load(setup.artifact, setup.files[a], residency=residency, keep_previous="host")
-            warm.swap(file)
-            assert equal(warm(x), cold(x))
-            assert warm.weights_id == cold.weights_id
-            warm.rollback()
-            assert equal(warm(x), setup.models[a](x))
-            warm.rollback()
-            assert equal(warm(x), setup.models[b](x))
-
-
 def test_nested_inputs_and_outputs(tmp_path: Path) -> None:
     part, batch = torch.randn(4), Dim("batch", max=9)
     args = (torch.zeros(2, 4), [part, {"deep": torch.zeros(2, 4)}], part)

@@ -182,6 +182,7 @@ class Sparse(nn.Module):
         return self.function(self.linear(x), dense)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 @torch.no_grad()

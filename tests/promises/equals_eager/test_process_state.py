@@ -80,8 +80,11 @@ class Case(NamedTuple):
     expected: list[Any]
 
 
-def case(folder: Path) -> Case:
-    """Return an artifact with two sets of weights, packed and as checkpoints, and eager's outputs."""
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """An artifact with two sets of weights, packed and as checkpoints, and eager's outputs."""
+    folder = tmp_path_factory.mktemp("case")
     batch = Dim("batch", max=9)
     with skeleton():
         hollow = Implicit().eval()
@@ -101,8 +104,8 @@ def case(folder: Path) -> Case:
 @pytest.mark.filterwarnings("ignore:.*set_default_tensor_type")
 @pytest.mark.parametrize("state", STATES)
 @torch.no_grad()
-def test_swaps_and_calls_mean_the_same(state: str, tmp_path: Path, residency: str) -> None:
-    artifact, files, checkpoints, expected = case(tmp_path)
+def test_swaps_and_calls_mean_the_same(state: str, case: Case, residency: str) -> None:
+    artifact, files, checkpoints, expected = case
     model = load(artifact, files[0], residency=residency)
     with STATES[state]():
         assert equal(model(*INPUTS), expected[0])
@@ -218,7 +221,7 @@ def seeded(call: Callable[..., Any], *inputs: torch.Tensor) -> Any:
     return pytree.tree_leaves(call(*inputs))
 
 
-@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize("fixed", [pytest.param(True, marks=pytest.mark.slow), False], ids=["fixed", "dynamic"])
 @pytest.mark.parametrize("name", IMPLICIT)
 @torch.no_grad()
 def test_operators_that_take_the_default_dtype(name: str, fixed: bool) -> None:

@@ -115,7 +115,9 @@ def check(eager: nn.Module, served: Any, sizes: range) -> None:
         torch.testing.assert_close(answer(served, size), answer(eager, size), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("sample", [X, torch.zeros(6, 3)], ids=["numbers", "zeros"])
+@pytest.mark.parametrize(
+    "sample", [X, pytest.param(torch.zeros(6, 3), marks=pytest.mark.slow)], ids=["numbers", "zeros"]
+)
 @pytest.mark.parametrize("name", ASKING)
 @pytest.mark.filterwarnings("ignore:the exported graph behaves as in training")
 def test_a_size_that_computes_something_else_is_refused(name: str, sample: torch.Tensor, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(50, 30), pytest.param(200, 60, marks=pytest.mark.slow)], ids=["short", "long"]
+    ("examples", "steps"), [(25, 30), pytest.param(200, 60, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_any_order_of_steps(files: Files, examples: int, steps: int) -> None:
     given = {"artifact": files.artifact.path, "weights": files.weights, "folder": files.folder, "x": X}

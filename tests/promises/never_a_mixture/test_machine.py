@@ -429,7 +429,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(20, 40), pytest.param(200, 80, marks=pytest.mark.slow)], ids=["short", "long"]
+    ("examples", "steps"), [(14, 40), pytest.param(200, 80, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_any_order_of_steps(files: Files, examples: int, steps: int) -> None:
     run_in_any_order(SwapMachine, examples, steps, files=files)

@@ -51,6 +51,7 @@ def test_a_storm_of_changes_and_refusals(residency: str, rig: tuple[Path, int]) 
 
 @pytest.mark.parametrize("residency", ["double", "single"])
 @pytest.mark.parametrize("signal", SIGNALS, ids=lambda signal: signal.name)
+@pytest.mark.pairwise
 def test_who_is_left_when_a_rank_is_gone_says_so(signal: int, residency: str, rig: tuple[Path, int]) -> None:
     folder, size = rig
     played = [Step("call"), Step("swap", 1), *[Step("call")] * 400]

@@ -38,7 +38,7 @@ from weightswap_runtime import (
 )
 
 SETS, THREADS = 4, 8
-STEPS, LONG = 60, 1000
+STEPS, LONG = 40, 1000
 MOST_SECONDS = 10.0  # on an accelerator, after each change once
 Served = tuple[int, int]  # the sets that `front` and `back` come from
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from copy import deepcopy
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.support.setups import equal
 from tests.support.storm import Ledger, content, storm
 from tests.support.varied import RichFiles, X
 from weightswap_exporter import export, pack
-from weightswap_runtime import InputMismatch, load
+from weightswap_runtime import InputMismatch
 from weightswap_runtime.engines import aoti as aoti_library
 
 pytestmark = needs_compiler
@@ -67,16 +66,6 @@ def test_cold_b_equals_warm_a_to_b(way: Way, residency: Residency, rich: RichFil
     assert near(warm(X), rich.eager(rich.whole(1)))
 
 
-@pytest.mark.slow
-def test_state_changes_in_place_and_starts_again(rich: RichFiles) -> None:
-    served = opened(rich, rich.full[0])
-    context = served.new_context()
-    calls = [served.count(X, context=context) for _ in range(3)]
-    assert [torch.equal(one + 1, other) for one, other in pairwise(calls)] == [True, True]
-    served.swap(rich.full[1])
-    assert torch.equal(served.count(X), rich.models[1].mix.bias.detach() + 1)
-
-
 def test_outputs_share_no_memory_with_weights(mixtures: Mixtures) -> None:
     served = opened(mixtures, mixtures.files[0])
     inputs = sample(2)
@@ -110,29 +99,6 @@ def test_a_bad_index_raises_and_does_not_abort(bad: int, mixtures: Mixtures) -> 
             served(ids, seen, times)
     inputs = sample(4)
     assert near(served(*deepcopy(inputs)), eager(mixtures.models[0], inputs))
-
-
-class Picks(nn.Module):
-    """Indices that the compiled code checks itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.arange(10.0).reshape(5, 2))
-
-    def forward(self, places: torch.Tensor) -> torch.Tensor:
-        return self.table.gather(0, places) * 2
-
-
-@pytest.mark.slow
-def test_a_bad_index_is_an_error_in_compiled_code_too(tmp_path: Path) -> None:
-    places = torch.tensor([[0, 4], [3, 1]])
-    artifact = export(Picks(), (places,), out=tmp_path / "picks.artifact", engines=["torch", "aoti"])
-    weights = pack(Picks(), artifact, out=tmp_path / "picks.safetensors").path
-    served = load(artifact, weights, engine="aoti")
-    for bad in (5, -1):
-        with pytest.raises(RuntimeError, match="out of bounds"):
-            served(torch.full((2, 2), bad))
-    assert torch.equal(served(places), torch.tensor([[0.0, 18.0], [12.0, 6.0]]))
 
 
 def test_foreign_tensors_are_refused(mixtures: Mixtures) -> None:

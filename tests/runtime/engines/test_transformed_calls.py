@@ -69,7 +69,7 @@ def test_a_compiled_function_may_call_it(model: Model, weight_file: WriteWeights
     assert torch.equal(compiled(X), TinyArtifact.eager(0, X) + 1)
     model.swap(weight_file(1))
     assert torch.equal(compiled(X), TinyArtifact.eager(1, X) + 1)
-    with pytest.raises(InputMismatch, match="func's transforms: instead of vmap"):
+    with pytest.raises(InputMismatch):
         torch.compile(torch.vmap(lambda row: model(row[None])), backend="eager")(X)
-    with forward_ad.dual_level(), pytest.raises(InputMismatch, match="dual tensors"):
+    with forward_ad.dual_level(), pytest.raises(InputMismatch):
         compiled(forward_ad.make_dual(X, torch.ones_like(X)))

@@ -434,7 +434,7 @@ class Machine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-@pytest.mark.parametrize("examples", [50, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [25, pytest.param(500, marks=pytest.mark.slow)])
 def test_any_order(examples: int) -> None:
     run_in_any_order(Machine, examples, 40)
 

@@ -21,13 +21,12 @@ from tests.runtime.sources.killed import killed
 from tests.support import warm
 from tests.support.forks import in_a_child
 from tests.support.refusals import because
-from tests.support.services import Service, weights_id_of
+from tests.support.services import Service, wanted, weights_id_of
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from tests.support.watched import environment
 from weightswap_runtime import (
     BaseMismatch,
     DesiredError,
-    DesiredState,
     DesiredStore,
     DigestMismatch,
     GraphMismatch,
@@ -47,23 +46,17 @@ from weightswap_runtime.following.desired_state import MOST_BASES, MOST_KEPT, en
 from weightswap_runtime.following.desired_store import Known
 
 
-def test_nothing_is_desired_at_first(service: Service) -> None:
-    assert service.desired_store.read() == DesiredState()
-    assert list(service.folder.iterdir()) == []
-
-
 def test_what_is_set_says_who_when_and_why(service: Service) -> None:
     path = service.write(1)
     written = service.desired_store.set(path, revision=0, by="ana", why="first")
     assert service.desired_store.read() == written
     assert (written.revision, written.history, written.hold) == (1, (), None)
-    assert written.weights is not None
-    assert (written.weights.source, written.weights.by, written.weights.why) == (path.name, "ana", "first")
-    assert (written.weights.weights_id, written.weights.graph_id) == (
+    assert (wanted(written).source, wanted(written).by, wanted(written).why) == (path.name, "ana", "first")
+    assert (wanted(written).weights_id, wanted(written).graph_id) == (
         weights_id_of(path),
         service.tiny.manifest.graph_id,
     )
-    assert service.desired_store.locate(written.weights) == path
+    assert service.desired_store.locate(wanted(written)) == path
 
 
 def test_a_desired_store_may_move_with_its_weights(service: Service, tmp_path: Path) -> None:
@@ -81,40 +74,25 @@ def test_a_writer_that_has_not_seen_the_last_revision_changes_nothing(service: S
     for stale in (0, 2):
         with pytest.raises(RevisionConflict, match=f"is at revision 1, by ana, but this change is based on {stale}"):
             service.desired_store.set(path, revision=stale)
-        with pytest.raises(RevisionConflict):
-            service.desired_store.hold(revision=stale)
     assert (service.folder / "desired.json").read_bytes() == before
     with pytest.raises(Unsupported, match="revision='1'"):
         service.desired_store.set(path, revision="1")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("by", [None, 5, ["ana"], object(), "\ud800"])
-def test_an_unreadable_document_is_not_written(by: Any, service: Service) -> None:
-    written = service.desired_store.set(service.write(1), revision=0)
-    for write in (
-        lambda: service.desired_store.set(service.write(2), revision=1, by=by),
-        lambda: service.desired_store.promote(service.write(2), by=by),
-        lambda: service.desired_store.hold(revision=1, why=by),
-    ):
-        with pytest.raises(Unsupported, match="is not text that JSON can hold"):
-            write()
-    assert service.desired_store.read() == written
-
-
 @pytest.mark.parametrize("said", ["by", "why"])
-def test_by_and_why_have_a_maximum_length(said: str, service: Service) -> None:
+@pytest.mark.parametrize("odd", [None, 5, ["ana"], "\ud800", "é" * 4097], ids=str)
+def test_by_and_why_are_texts_of_a_maximum_length(odd: Any, said: str, service: Service) -> None:
     """Without a limit, a history could become too long to be read, or to be sent to another process."""
-    desired_store, much = service.desired_store, {said: "é" * 4096}
-    desired_store.set(service.write(1), revision=0, **much)
-    written = desired_store.promote(service.write(2), **much)
-    more = {said: "é" * 4097}
+    desired_store, longest, odd = service.desired_store, {said: "é" * 4096}, {said: odd}
+    desired_store.set(service.write(1), revision=0, **longest)
+    written = desired_store.promote(service.write(2), **longest)
     for write in (
-        lambda: desired_store.set(service.write(3), revision=2, **more),
-        lambda: desired_store.promote(service.write(3), **more),
-        lambda: desired_store.rollback(revision=2, **more),
-        lambda: desired_store.hold(revision=2, **more),
+        lambda: desired_store.set(service.write(3), revision=2, **odd),
+        lambda: desired_store.promote(service.write(3), **odd),
+        lambda: desired_store.rollback(revision=2, **odd),
+        lambda: desired_store.hold(revision=2, **odd),
     ):
-        with pytest.raises(Unsupported, match=f"{said}: has 4097 characters, but at most 4096"):
+        with pytest.raises(Unsupported, match=said):
             write()
     assert desired_store.read() == written
 
@@ -122,8 +100,7 @@ def test_by_and_why_have_a_maximum_length(said: str, service: Service) -> None:
 def test_a_rollback_withdraws_what_came_later_and_holds(service: Service) -> None:
     ids = [service.promote(seed) for seed in range(1, 6)]
     rolled = service.desired_store.rollback(to=ids[1][:12], revision=5, by="ana", why="slow")
-    assert rolled.weights is not None
-    assert (rolled.weights.weights_id, rolled.weights.by, rolled.weights.why) == (ids[1], "ana", "slow")
+    assert (wanted(rolled).weights_id, wanted(rolled).by, wanted(rolled).why) == (ids[1], "ana", "slow")
     assert [each.weights_id for each in rolled.history] == ids[:1]
     assert [each.weights_id for each in rolled.withdrawn] == ids[2:]
     assert rolled.hold is not None
@@ -131,41 +108,8 @@ def test_a_rollback_withdraws_what_came_later_and_holds(service: Service) -> Non
     with pytest.raises(NotPromoted, check=because("held"), match="on hold by ana: slow"):
         service.promote(6)
     service.desired_store.release(revision=6)
-    for seed in (3, 5):
-        with pytest.raises(NotPromoted, check=because("superseded"), match="then withdrawn"):
-            service.promote(seed)
-    assert service.promote(6) == service.desired
-    again = service.desired_store.rollback(revision=8, hold=False)
-    assert again.weights is not None
-    assert (again.weights.weights_id, again.hold) == (ids[1], None)
-    forward = service.desired_store.rollback(to=ids[4], revision=9, hold=False)
-    assert forward.weights is not None
-    assert forward.weights.weights_id == ids[4]
-    assert [each.weights_id for each in forward.history] == ids[:2]
-    assert ids[4] not in [each.weights_id for each in forward.withdrawn]
-
-
-def test_a_hold_binds_promotions_alone(service: Service) -> None:
-    first = service.set(1)
-    service.desired_store.hold(revision=1, by="ana", why="friday")
-    with pytest.raises(NotPromoted, check=because("held"), match="on hold by ana: friday"):
-        service.promote(2)
-    assert service.desired == first
-    assert service.promote(1) == first  # changes nothing
-    assert service.revision == 2
-    assert service.set(2) == service.desired
-    assert service.desired_store.read().hold is not None
-
-
-def test_a_training_that_is_repeated_is_promoted_again_but_what_was_withdrawn_is_not(service: Service) -> None:
-    ids = [service.promote(seed) for seed in (1, 2, 3)]
-    service.desired_store.rollback(revision=3, by="ana", hold=False)
-    assert [service.promote(seed) for seed in (1, 2)] == ids[:2]
     with pytest.raises(NotPromoted, check=because("superseded"), match="then withdrawn"):
         service.promote(3)
-    state = service.desired_store.read()
-    assert state.revision == 6
-    assert [each.weights_id for each in (*state.history, *state.withdrawn)] == [ids[0], ids[2]]
 
 
 def test_weights_that_are_desired_already_are_recorded_with_their_newest_file(service: Service) -> None:
@@ -175,27 +119,17 @@ def test_weights_that_are_desired_already_are_recorded_with_their_newest_file(se
     state = desired_store.promote(
         service.folder / "v1.safetensors", known=Known(first, labels={"step": "1"}), by="run 2"
     )
-    assert state.weights is not None
-    assert (state.revision, state.weights.labels, state.weights.by) == (2, {"step": "1"}, "run 2")
+    assert (state.revision, wanted(state).labels, wanted(state).by) == (2, {"step": "1"}, "run 2")
     assert (state.weights_id, state.history) == (first, ())
     again = service.tiny.write(service.folder / "again.safetensors", service.tiny.values(1))
     state = desired_store.promote(again, by="run 3")
-    assert state.weights is not None
-    assert (state.revision, state.weights.source) == (3, "again.safetensors")
+    assert (state.revision, wanted(state).source) == (3, "again.safetensors")
     held = desired_store.hold(revision=3, by="ana")
     assert desired_store.promote(service.folder / "v1.safetensors", by="run 4") == held
 
 
-def test_weights_that_were_withdrawn_are_wanted_again_if_they_are_set(service: Service) -> None:
-    service.promote(1)
-    second = service.promote(2)
-    service.desired_store.rollback(revision=2)
-    assert service.set(2) == second
-    assert service.desired_store.read().withdrawn == ()
-
-
 def test_a_rollback_needs_something_to_go_to(service: Service) -> None:
-    with pytest.raises(NothingToRollBack, match="The history has nothing"):
+    with pytest.raises(NothingToRollBack):
         service.desired_store.rollback(revision=0)
     first, second = service.set(1), service.set(2)
     for unknown in ("0" * 64, second):
@@ -205,7 +139,7 @@ def test_a_rollback_needs_something_to_go_to(service: Service) -> None:
     with pytest.raises(UnexpectedWeights, match="now has the weights"):
         service.desired_store.rollback(revision=2)
     (service.folder / "v1.safetensors").unlink()
-    with pytest.raises(WeightFileError, match="No such file"):
+    with pytest.raises(WeightFileError):
         service.desired_store.rollback(revision=2)
     assert service.desired == second
     assert service.revision == 2
@@ -243,9 +177,9 @@ def test_weights_that_no_new_process_could_load_are_not_desired(
     safetensors.torch.save_file({name: value.clone() for name, value in service.tiny.values(1).items()}, unpacked)
     with pytest.raises(Unsupported, match="does not say which weights it holds"):
         service.desired_store.set(unpacked, revision=0)
-    with pytest.raises(BaseMismatch, match="nothing is desired"):
+    with pytest.raises(BaseMismatch):
         service.desired_store.set(delta(1, 2), revision=0)
-    with pytest.raises(WeightFileError, match="No such file"):
+    with pytest.raises(WeightFileError):
         service.desired_store.set(tmp_path / "none.safetensors", revision=0)
     assert service.revision == 0
 
@@ -256,7 +190,7 @@ def test_a_delta_is_desired_with_what_it_starts_from(
 ) -> None:
     """The bases let a new process load the same weights, and let a rollback check all files."""
     service.set(0)
-    with pytest.raises(BaseMismatch, match=r"a delta from the weights \w+, but \w+ are desired"):
+    with pytest.raises(BaseMismatch):
         service.desired_store.set(delta(1, 2), revision=1)
     service.desired_store.set(delta(0, 1), revision=1)
     state = service.desired_store.promote(delta(1, 2))
@@ -267,11 +201,10 @@ def test_a_delta_is_desired_with_what_it_starts_from(
         service.desired_store.rollback(revision=3)
         assert follower.wait(30, revision=4)
         assert serves(model, 1)
-    assert state.weights is not None
-    assert [Path(base.source).name for base in state.weights.bases or ()] == ["v0.safetensors", "d0-1.safetensors"]
+    assert [Path(base.source).name for base in wanted(state).bases or ()] == ["v0.safetensors", "d0-1.safetensors"]
     delta(0, 1).write_bytes(delta(1, 2).read_bytes())
-    with pytest.raises(UnexpectedWeights, match="now has the weights"):
-        service.desired_store.rollback(revision=4, to=state.weights.weights_id)
+    with pytest.raises(UnexpectedWeights):
+        service.desired_store.rollback(revision=4, to=wanted(state).weights_id)
     monkeypatch.setattr(document, "MOST_BASES", 1)
     with pytest.raises(Unsupported, match=r"after 2 files.*but at most 1 can be.*--compact FILE"):
         service.desired_store.set(delta(1, 3), revision=4)
@@ -283,9 +216,7 @@ def test_a_delta_that_is_desired_already_may_be_asked_for_again(service: Service
     once = service.desired_store.promote(delta(0, 1))
     assert service.desired_store.promote(delta(0, 1)) == once
     again = service.desired_store.set(delta(0, 1), revision=2)
-    assert again.weights is not None
-    assert once.weights is not None
-    assert (again.revision, again.weights.bases) == (3, once.weights.bases)
+    assert (again.revision, wanted(again).bases) == (3, wanted(once).bases)
     assert service.set(1) == service.desired  # the full set of the same weights
     assert service.desired_store.promote(delta(0, 1)).revision == 4
     with pytest.raises(BaseMismatch):  # the full set is no base of it
@@ -301,6 +232,7 @@ def chained(service: Service, delta: WriteDelta) -> Service:
     return service
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.usefixtures("_places")
@@ -318,10 +250,9 @@ def test_a_chain_is_made_shorter_and_nobody_who_serves_it_notices(
         after = desired_store.compact(chained.folder / "short.safetensors", revision=revision, full=full)
         assert follower.wait(60, revision=revision + 1)
         assert [receipt.generation for receipt in model.history] == [0]
-    assert before.weights is not None
     assert after == desired_store.read()
-    bases = msgspec.UNSET if full else before.weights.bases[:1]  # type: ignore[index]
-    shorter = msgspec.structs.replace(before.weights, source="short.safetensors", bases=bases)
+    bases = msgspec.UNSET if full else wanted(before).bases[:1]  # type: ignore[index]
+    shorter = msgspec.structs.replace(wanted(before), source="short.safetensors", bases=bases)
     assert after == msgspec.structs.replace(before, revision=revision + 1, weights=shorter)
     for seed in range(1, 4):
         delta(seed, seed + 1).unlink()
@@ -370,7 +301,7 @@ def test_an_operator_who_writes_during_a_compaction_wins(chained: Service, monke
         chained.desired_store.compact(out, revision=4)
     assert not out.exists()
     during_a_compaction(monkeypatch, lambda: chained.desired_store.rollback(revision=5, by="ana"))
-    with pytest.raises(RevisionConflict, match="by ana"):
+    with pytest.raises(RevisionConflict):
         chained.desired_store.compact(out, revision=5)
     assert not out.exists()
     state = chained.desired_store.read()
@@ -423,9 +354,8 @@ def test_a_compaction_removes_what_a_killed_one_has_left(chained: Service) -> No
 
 
 @pytest.mark.parametrize("name", ["v0.safetensors", "desired.json"])
-@pytest.mark.parametrize("folder", ["{}/../service/", "{}/../other/", "../other/", "", "{}/"])
 def test_no_compaction_replaces_what_the_desired_store_names(
-    folder: str, name: str, chained: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, chained: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by any path, and not through a link."""
     (tmp_path / "other").symlink_to(chained.folder)
@@ -433,27 +363,29 @@ def test_no_compaction_replaces_what_the_desired_store_names(
     (chained.folder / "hard.safetensors").hardlink_to(chained.folder / name)
     monkeypatch.chdir(chained.folder)
     content = (chained.folder / name).read_bytes()
-    for out, says in ((name, "names this file"), ("link.safetensors", "is a link"), ("hard.safetensors", "names this")):
-        with pytest.raises(Unsupported, match=says):
-            chained.desired_store.compact(folder.format(chained.folder) + out, revision=5)
+    here = str(chained.folder)
+    for folder in (f"{here}/../service/", f"{here}/../other/", "../other/", "", f"{here}/"):
+        for out, says in ((name, "names this file"), ("link.safetensors", "is a link"), ("hard.safetensors", "names")):
+            with pytest.raises(Unsupported, match=says):
+                chained.desired_store.compact(folder + out, revision=5)
     assert (chained.folder / name).read_bytes() == content
     assert chained.revision == 5
 
 
 def test_only_a_chain_is_made_shorter(chained: Service, delta: WriteDelta) -> None:
     desired_store, out = chained.desired_store, chained.folder / "short.safetensors"
-    for named in (delta(1, 2), delta(3, 4), chained.folder / "v0.safetensors"):
+    for named in (delta(1, 2), delta(3, 4)):
         content = named.read_bytes()
-        with pytest.raises(Unsupported, match="the desired store names this file"):
+        with pytest.raises(Unsupported):
             desired_store.compact(named, revision=5)
         assert named.read_bytes() == content
-    with pytest.raises(Unsupported, match="only local files can be written"):
+    with pytest.raises(Unsupported):
         desired_store.compact("s3://bucket/short.safetensors", revision=5)
     desired_store.compact(out, revision=5)
-    with pytest.raises(Unsupported, match="one delta after a full set is desired"):
+    with pytest.raises(Unsupported):
         desired_store.compact(chained.folder / "again.safetensors", revision=6)
     desired_store.compact(chained.folder / "full.safetensors", revision=6, full=True)
-    with pytest.raises(Unsupported, match="no delta is desired"):
+    with pytest.raises(Unsupported):
         desired_store.compact(chained.folder / "again.safetensors", revision=7, full=True)
     assert not (chained.folder / "again.safetensors").exists()
 
@@ -466,7 +398,7 @@ def test_a_chain_with_a_damaged_or_exchanged_file_stays(chained: Service, delta:
     with pytest.raises(DigestMismatch):
         chained.desired_store.compact(out, revision=5, full=full)
     path.write_bytes(delta(2, 3).read_bytes())
-    with pytest.raises(UnexpectedWeights, match="now has the weights"):
+    with pytest.raises(UnexpectedWeights):
         chained.desired_store.compact(out, revision=5, full=full)
     assert (chained.revision, out.exists()) == (5, False)
 
@@ -492,29 +424,29 @@ def test_a_publisher_replaces_a_chain_by_promoting_the_same_weights(
     with pytest.raises(BaseMismatch):
         chained.desired_store.set(other, revision=7)
     assert chained.set(4) == weights_id
-    assert chained.desired_store.read().weights.bases is msgspec.UNSET  # type: ignore[union-attr]
+    assert wanted(chained.desired_store.read()).bases is msgspec.UNSET  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_compaction_that_is_killed_leaves_the_old_chain_or_the_new_one(chained: Service, full: bool) -> None:
     document, out = chained.folder / "desired.json", chained.folder / "short.safetensors"
     before, choose, found = document.read_bytes(), random.Random(0), Counter[int]()
-    model = load(chained.tiny.path)
+    model, longest = load(chained.tiny.path), 0.02  # seconds before a kill: so many that both happen, on any machine
     for number in range(200):
         killed(
             lambda: (chained.desired_store.compact(out, revision=5, full=full), time.sleep(60)),
-            choose.random() * 0.02 * (1 + number % 3),
+            choose.random() * longest,
         )
         state = chained.desired_store.read()
-        assert state.weights is not None
         model.swap(chained.folder / "v0.safetensors" if number % 2 else chained.write(9))
-        request = chained.desired_store.located(state.weights)
+        request = chained.desired_store.located(wanted(state))
         onto = [(base.source, base.weights_id) for base in request.bases or ()]
-        model.stage(chained.desired_store.locate(state.weights), onto=onto, expect=state.weights_id).commit()
+        model.stage(chained.desired_store.locate(wanted(state)), onto=onto, expect=state.weights_id).commit()
         assert serves(model, 4)
         found[state.revision] += 1
+        longest *= 1.3 if state.revision == 5 else 1 / 1.3
         document.write_bytes(before)
-        if number >= 20 and min(found[5], found[6]) >= 3:
+        if min(found[5], found[6]) >= 3:
             break
     assert min(found[5], found[6]) >= 3
 
@@ -537,8 +469,7 @@ def test_a_long_chain_has_room(service: Service) -> None:
         state = desired_store.promote(
             folder / f"d{number}.safetensors", known=Known(ids[number], base=base, through=through)
         )
-    assert state.weights is not None
-    assert [base.weights_id for base in state.weights.bases or ()] == ids[:MOST_BASES]
+    assert [base.weights_id for base in wanted(state).bases or ()] == ids[:MOST_BASES]
     assert (service.folder / "desired.json").stat().st_size <= document.KEPT_BYTES
     assert 1 < len(state.history) <= MOST_KEPT
     with pytest.raises(Unsupported, match=rf"after {MOST_BASES + 1} files .*--compact FILE"):
@@ -553,24 +484,23 @@ def said(size: int) -> dict[str, str]:
 def test_whatever_trainers_write_operators_can_write(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the largest size: withdrawn weights stay withdrawn all the same, and a rollback has a target."""
     desired_store, longest = service.desired_store, {"by": "\1" * 4096, "why": "\1" * 4096}
-    monkeypatch.setattr(document, "MOST_WITHDRAWN", 100)
-    ids = [f"{number:064x}" for number in range(140)]
+    monkeypatch.setattr(document, "MOST_WITHDRAWN", 20)
+    ids = [f"{number:064x}" for number in range(40)]
     for number, weights_id in enumerate(ids):
         desired_store.promote(service.folder / "v.safetensors", known=Known(weights_id, labels=said(65_000)), **longest)
         if number % 10 == 9:
             revision = desired_store.read().revision
-            with pytest.raises(Unsupported, match="its labels have"):
+            with pytest.raises(Unsupported):
                 desired_store.promote(service.folder / "v.safetensors", known=Known("f" * 64, labels=said(66_000)))
             state = desired_store.hold(revision=revision, **longest)
-            assert state.weights is not None
-            assert state.weights.labels == said(65_000)
+            assert wanted(state).labels == said(65_000)
             target = state.history[-8].weights_id
             state = desired_store.rollback(revision=revision + 1, to=target, known_there=True, **longest)
             assert state.weights_id == target
             assert (service.folder / "desired.json").stat().st_size <= document.KEPT_BYTES
             desired_store.release(revision=revision + 2)
     withdrawn = [each for number, each in enumerate(ids) if number % 10 >= 2]
-    assert [each.weights_id for each in desired_store.read().withdrawn] == withdrawn[-100:]
+    assert [each.weights_id for each in desired_store.read().withdrawn] == withdrawn[-20:]
 
 
 def test_a_document_without_room_can_be_written(service: Service) -> None:
@@ -620,14 +550,14 @@ def test_a_document_with_more_bases_than_are_written_is_damaged(service: Service
     document = json.loads(path.read_bytes())
     document["weights"]["bases"] *= MOST_BASES + 1
     path.write_text(json.dumps(document))
-    with pytest.raises(DesiredError, match="bases"):
+    with pytest.raises(DesiredError):
         service.desired_store.read()
 
 
 def test_weights_of_another_graph_are_set_only_if_it_is_meant(service: Service, tmp_path: Path) -> None:
     service.set(1)
     other = service.tiny.write(tmp_path / "other.safetensors", service.tiny.values(2), graph_id="0" * 64)
-    with pytest.raises(GraphMismatch, match="packed for another graph, 000000000000"):
+    with pytest.raises(GraphMismatch):
         service.desired_store.set(other, revision=1)
     assert service.desired_store.set(other, revision=1, allow_other_graph=True).revision == 2
 
@@ -649,28 +579,21 @@ def with_field(field: str, value: str) -> bytes:
 
 
 BROKEN = {
-    "empty": (b"", "not a desired state"),
-    "torn": (b'{"desired_version": 1, "revision": 4, "wei', "not a desired state"),
-    "a list": (b"[]", "not a desired state"),
-    "no text": (b"\xff\xfe\x00", "not a desired state"),
-    "of another version": (b'{"desired_version": 2, "revision": 1}', "format version 2; this runtime reads 1"),
-    "without a version": (b'{"revision": 1}', "no version"),
-    "without a revision": (b'{"desired_version": 1}', "no revision"),
-    "a negative revision": (b'{"desired_version": 1, "revision": -1}', "not a desired state"),
-    "an unknown field": (b'{"desired_version": 1, "revision": 1, "more": 2}', "unknown field `more`"),
-    "no id": (
-        b'{"desired_version": 1, "revision": 1, "weights": {"source": "v", "weights_id": "x", "since": 0}}',
-        "not a desired state",
-    ),
-    "no source": (
-        b'{"desired_version": 1, "revision": 1, "weights": {"source": "", "weights_id": "%s", "since": 0}}'
-        % (b"0" * 64),
-        "not a desired state",
-    ),
-    "deep": (b"[" * 100_000, "not a desired state"),
-    "deep in a field": (b'{"desired_version": 1, "revision": 1, "more": ' + b"[" * 100_000, "not a desired state"),
+    "empty": b"",
+    "torn": b'{"desired_version": 1, "revision": 4, "wei',
+    "a list": b"[]",
+    "no text": b"\xff\xfe\x00",
+    "of another version": b'{"desired_version": 2, "revision": 1}',
+    "without a version": b'{"revision": 1}',
+    "without a revision": b'{"desired_version": 1}',
+    "a negative revision": b'{"desired_version": 1, "revision": -1}',
+    "an unknown field": b'{"desired_version": 1, "revision": 1, "more": 2}',
+    "no id": with_field("weights_id", '"x"'),
+    "no source": with_field("source", '""'),
+    "deep": b"[" * 100_000,
+    "deep in a field": b'{"desired_version": 1, "revision": 1, "more": ' + b"[" * 100_000,
     **{
-        f"{field} of {value}": (with_field(field, value), "not a desired state")
+        f"{field} of {value}": with_field(field, value)
         for field, values in {
             "revision": ("1e400", "9007199254740992", "1" + "0" * 400, "1.5", '"1"', "NaN"),
             "desired_version": ("1" + "0" * 400, "1" + "0" * 5000, "1.5", '"1"', "[[]]", "true"),
@@ -680,26 +603,32 @@ BROKEN = {
         }.items()
         for value in values
     },
-    "large": (b" " * (5 << 20), "more than a desired state can have"),
+    "large": b" " * (5 << 20),
+}
+REASONS = {
+    "of another version": "format version 2; this runtime reads 1",
+    "without a version": "no version",
+    "without a revision": "no revision",
+    "an unknown field": "unknown field `more`",
+    "large": "more than a desired state can have",
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_an_invalid_document_is_neither_read_nor_overwritten(name: str, service: Service) -> None:
-    content, says = BROKEN[name]
-    path = service.write(1)
+    path, content = service.write(1), BROKEN[name]
     (service.folder / "desired.json").write_bytes(content)
-    with pytest.raises(DesiredError, match=says):
+    with pytest.raises(DesiredError, match=REASONS.get(name, "not a desired state")):
         service.desired_store.read()
     for write in (lambda: service.desired_store.set(path, revision=0), lambda: service.desired_store.promote(path)):
-        with pytest.raises(DesiredError, match=says):
+        with pytest.raises(DesiredError):
             write()
     assert (service.folder / "desired.json").read_bytes() == content
 
 
 def test_a_pipe_is_not_waited_for(service: Service) -> None:
     os.mkfifo(service.folder / "desired.json")
-    with pytest.raises(DesiredError, match="not a regular file"):
+    with pytest.raises(DesiredError):
         service.desired_store.read()
 
 
@@ -717,7 +646,7 @@ def test_a_document_behind_a_link_is_only_read(service: Service, tmp_path: Path)
             write()
     (linked / "..data").unlink()
     for use in (desired_store.read, lambda: desired_store.set(path, revision=0), lambda: desired_store.promote(path)):
-        with pytest.raises(DesiredError, match="what it leads to is not there"):
+        with pytest.raises(DesiredError):
             use()
     assert (service.revision, sorted(each.name for each in linked.iterdir())) == (1, ["desired.json"])
 
@@ -726,7 +655,7 @@ def test_a_desired_store_that_is_away_is_not_made(service: Service, tmp_path: Pa
     path = service.tiny.write(tmp_path / "v1.safetensors", service.tiny.values(1))
     away = DesiredStore(tmp_path / "away")
     for use in (away.read, lambda: away.set(path, revision=0), lambda: away.promote(path)):
-        with pytest.raises(DesiredError, match="away"):
+        with pytest.raises(DesiredError):
             use()
     assert not (tmp_path / "away").exists()
 
@@ -778,21 +707,18 @@ TEAM, ANA, BO, GUEST = 6001, 6002, 6003, 65534
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="other users can only be tried by root")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("first", [ANA, BO, 0])
 @pytest.mark.parametrize(
-    ("mode", "group", "writers"),
+    "shared",
     [(0o755, ANA, [ANA]), (0o775, TEAM, [ANA, BO]), (0o2775, TEAM, [ANA, BO]), (0o777, TEAM, [ANA, BO, GUEST])],
 )
 @pytest.mark.parametrize("umask", [0o022, 0o002])
 def test_only_those_who_may_write_to_a_desired_store_can_lock_it(
-    mode: int,
-    group: int,
-    writers: list[int],
-    first: int,
-    umask: int,
-    service: Service,
-    monkeypatch: pytest.MonkeyPatch,
+    shared: tuple[int, int, list[int]], first: int, umask: int, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """shared: the folder's mode and group, and who may write to it."""
+    mode, group, writers = shared
     monkeypatch.setattr(document_storage, "SHARING_PATIENCE", 0.02)
     folder = service.folder
     os.chown(folder, ANA, group)
@@ -861,8 +787,7 @@ def test_of_several_writers_none_loses_what_it_was_told_is_written(service: Serv
     last = service.desired_store.read()
     assert sorted(revisions) == list(range(1, last.revision + 1))  # each was written, by one writer
     assert set(revisions.values()) == {1}
-    assert last.weights is not None
-    assert last.revision in won[last.weights.by]
+    assert last.revision in won[wanted(last).by]
     assert {path.name for path in service.folder.iterdir()} == {
         *(path.name for path in paths),
         "desired.json",

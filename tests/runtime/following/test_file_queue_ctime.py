@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,31 +15,16 @@ from weightswap_runtime.following.file_queue import Start
 from weightswap_runtime.sources.byte_source import CLOCK_TICK_NS
 
 
-def mode(path: Path) -> None:
+def touch(path: Path) -> None:
+    """Change a file's ctime, but neither its content nor the time of its modification."""
+    before = path.stat()
+    time.sleep(2 * CLOCK_TICK_NS / 1e9)
     path.chmod(0o640)
-
-
-def other_name(path: Path) -> None:
     path.with_name(f"kept-{path.stem}").hardlink_to(path)
-
-
-def there_and_back(path: Path) -> None:
     path.rename(path.with_name("hidden"))
     path.with_name("hidden").rename(path)
-
-
-@pytest.fixture(params=[mode, other_name, there_and_back], ids=lambda touch: touch.__name__)
-def touch(request: pytest.FixtureRequest) -> Callable[[Path], None]:
-    """A function that changes a file's ctime but not its content."""
-
-    def work(path: Path) -> None:
-        before = path.stat()
-        time.sleep(2 * CLOCK_TICK_NS / 1e9)
-        request.param(path)
-        assert path.stat().st_ctime_ns != before.st_ctime_ns
-        assert path.stat().st_mtime_ns == before.st_mtime_ns
-
-    return work
+    assert path.stat().st_ctime_ns != before.st_ctime_ns
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
 def plain(rig: FileQueueRig, name: str, seed: int) -> Path:
@@ -70,7 +54,7 @@ def test_a_rewrite_in_place_is_taken(stamped: bool, rig: FileQueueRig) -> None:
 
 
 @pytest.mark.parametrize("stamped", [True, False])
-def test_what_was_taken_is_not_taken_again(stamped: bool, rig: FileQueueRig, touch: Callable[[Path], None]) -> None:
+def test_what_was_taken_is_not_taken_again(stamped: bool, rig: FileQueueRig) -> None:
     path = rig.write("v1", 1) if stamped else plain(rig, "v1", 1)
     polls(rig)
     rig.model.swap(rig.write("../by-hand", 7))
@@ -79,7 +63,7 @@ def test_what_was_taken_is_not_taken_again(stamped: bool, rig: FileQueueRig, tou
     assert (rig.committed, serves(rig.model, 7), rig.reports) == (["v1"], True, [])
 
 
-def test_what_was_rolled_back_is_not_taken_again(rig: FileQueueRig, touch: Callable[[Path], None]) -> None:
+def test_what_was_rolled_back_is_not_taken_again(rig: FileQueueRig) -> None:
     rig.write("v1", 1)
     rig.poll()
     path = rig.write("v2", 2)
@@ -90,7 +74,7 @@ def test_what_was_rolled_back_is_not_taken_again(rig: FileQueueRig, touch: Calla
     assert (rig.committed, serves(rig.model, 1), rig.reports) == (["v1", "v2"], True, [])
 
 
-def test_old_files_are_not_told_of_again(rig: FileQueueRig, touch: Callable[[Path], None]) -> None:
+def test_old_files_are_not_told_of_again(rig: FileQueueRig) -> None:
     """A retention job may keep some checkpoints as hard links."""
     paths = [rig.write(f"v{seed}", seed) for seed in (1, 2)]
     polls(rig)
@@ -107,7 +91,7 @@ def test_old_files_are_not_told_of_again(rig: FileQueueRig, touch: Callable[[Pat
     assert rig.reports == told == [("skipped v0", "superseded")]
 
 
-def test_what_was_there_before_a_start_with_new_files_stays(rig: FileQueueRig, touch: Callable[[Path], None]) -> None:
+def test_what_was_there_before_a_start_with_new_files_stays(rig: FileQueueRig) -> None:
     path = rig.write("v1", 1)
     rig.follow("new")
     polls(rig)
@@ -120,7 +104,7 @@ def test_what_was_there_before_a_start_with_new_files_stays(rig: FileQueueRig, t
     assert rig.committed == ["v1"]
 
 
-def test_what_was_skipped_is_told_of_once(rig: FileQueueRig, touch: Callable[[Path], None]) -> None:
+def test_what_was_skipped_is_told_of_once(rig: FileQueueRig) -> None:
     rig.poll()
     bad = rig.write("v1", 1)
     foreign = rig.tiny.write(rig.folder / "v2.safetensors", rig.tiny.values(2), "0" * 64)
@@ -141,7 +125,7 @@ def test_what_was_skipped_is_told_of_once(rig: FileQueueRig, touch: Callable[[Pa
     assert (rig.committed, serves(rig.model, 1)) == (["v1"], True)
 
 
-def test_a_delta_that_waits_is_told_of_once(rig: FileQueueRig, touch: Callable[[Path], None]) -> None:
+def test_a_delta_that_waits_is_told_of_once(rig: FileQueueRig) -> None:
     rig.write("v0", 0)
     rig.poll()
     path = rig.delta("v2", 1, 2)
@@ -155,9 +139,7 @@ def test_a_delta_that_waits_is_told_of_once(rig: FileQueueRig, touch: Callable[[
     assert rig.committed == ["v0", "v2"]
 
 
-def test_a_file_that_could_not_be_read_is_tried_at_once_when_its_mode_changes(
-    rig: FileQueueRig, touch: Callable[[Path], None]
-) -> None:
+def test_a_file_that_could_not_be_read_is_tried_at_once_when_its_mode_changes(rig: FileQueueRig) -> None:
     rig.poll()
     rig.errors["v1"] = [OSError(), OSError(), OSError()]
     path = rig.write("v1", 1)
@@ -169,9 +151,7 @@ def test_a_file_that_could_not_be_read_is_tried_at_once_when_its_mode_changes(
 
 
 @pytest.mark.parametrize("start", ["newest", "all"])
-def test_the_first_files_may_change_before_they_are_taken(
-    start: Start, rig: FileQueueRig, touch: Callable[[Path], None]
-) -> None:
+def test_the_first_files_may_change_before_they_are_taken(start: Start, rig: FileQueueRig) -> None:
     paths = [plain(rig, f"v{seed}", seed) for seed in (1, 2)]
     rig.follow(start)
     rig.poll()

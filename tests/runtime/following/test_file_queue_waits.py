@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import tiny
 from tests.support.damage import damaged
 from tests.support.file_queue_rig import INTERVAL, FileQueueRig
 from tests.support.tiny import serves
@@ -17,11 +18,7 @@ from weightswap_runtime.sources.byte_source import has_writer
 
 def plain(rig: FileQueueRig, name: str, seed: int) -> Path:
     """A file without digests, as safetensors itself writes it."""
-    import safetensors.torch
-
-    path = rig.folder / f"{name}.safetensors"
-    safetensors.torch.save_file({key: value.clone() for key, value in rig.tiny.values(seed).items()}, path)
-    return path
+    return tiny.plain(rig.tiny, rig.folder / f"{name}.safetensors", **rig.tiny.values(seed))
 
 
 def test_a_file_without_digests_is_taken_when_two_polls_found_it_the_same(rig: FileQueueRig) -> None:

@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.services import Service, weights_id_of
+from tests.support.services import Service, wanted, weights_id_of
 from tests.support.tiny import TinyArtifact, plain, serves
 from tests.support.watched import SOON, Directory, eventually
 from weightswap_runtime import Event, Model, Unsupported, load
 from weightswap_runtime.errors import reason_of
-
-
-@pytest.fixture
-def service(tiny: TinyArtifact, tmp_path: Path) -> Service:
-    return Service(tiny, tmp_path / "service")
 
 
 def test_what_is_watched_is_promoted_and_served(model: Model, directory: Directory, service: Service) -> None:
@@ -28,9 +23,8 @@ def test_what_is_watched_is_promoted_and_served(model: Model, directory: Directo
         directory.damaged(3)
         assert eventually(lambda: list(watcher.skipped) == ["v3.safetensors"])
     state = service.desired_store.read()
-    assert state.weights is not None
-    assert (state.weights.weights_id, state.weights.by, state.weights.why) == (model.weights_id, "trainer", "newest")
-    assert (state.weights.graph_id, state.weights.source) == (model.graph_id, str(directory.path / "v2.safetensors"))
+    assert (wanted(state).weights_id, wanted(state).by, wanted(state).why) == (model.weights_id, "trainer", "newest")
+    assert (wanted(state).graph_id, wanted(state).source) == (model.graph_id, str(directory.path / "v2.safetensors"))
     assert (state.revision, len(state.history)) == (2, 1)
 
 
@@ -216,10 +210,9 @@ def test_deltas_that_waited_are_promoted_together(
     with model.watch(directory.path, SOON, promote=service.folder):
         assert eventually(lambda: serves(model, 4))
     state = service.desired_store.read()
-    assert state.weights is not None
     assert [receipt.generation for receipt in model.history] == [0, 1]
-    assert (state.revision, len(state.history), state.weights.source) == (2, 1, str(deltas[-1]))
-    assert [each.source for each in state.weights.bases or ()] == [str(full), *map(str, deltas[:2])]
+    assert (state.revision, len(state.history), wanted(state).source) == (2, 1, str(deltas[-1]))
+    assert [each.source for each in wanted(state).bases or ()] == [str(full), *map(str, deltas[:2])]
     other = load(tiny.path)
     with other.follow(service.folder, SOON) as follower:
         assert follower.wait(60)

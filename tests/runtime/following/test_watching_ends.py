@@ -72,15 +72,6 @@ def test_stop_cancels_a_long_staging(model: Model, directory: Directory, held: t
     )
 
 
-def test_stop_does_not_wait_for_a_swap_by_hand(model: Model, directory: Directory) -> None:
-    directory.write(1)
-    with model._store.turns._swap_lock:
-        watcher = model.watch(directory.path, SOON)
-        assert eventually(lambda: watcher._queue._initial_names is not None)
-        assert watcher.stop(30)
-    assert model.generation is None
-
-
 def test_stop_does_not_wait_for_a_staging_by_hand(model: Model, directory: Directory, tmp_path: Path) -> None:
     directory.write(1)
     with model.stage(directory.tiny.write(tmp_path / "hand", directory.tiny.values(9))):

@@ -23,11 +23,6 @@ from weightswap_runtime.format.expressions import (
 @pytest.mark.parametrize(
     ("text", "holds"),
     [
-        ("rows <= columns", True),
-        ("rows > columns", False),
-        ("rows % 2 == 0 and columns // 3 == 1", True),
-        ("not (rows + 1) * 2 == -columns", True),
-        ("max(rows, columns, 7) == 7 or rows != 4", True),
         ("1 < rows < columns", True),
         ("columns % (rows - 4) == 0", False),
         ("not columns % (rows - 4) == 0", False),

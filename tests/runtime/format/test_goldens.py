@@ -11,23 +11,20 @@ import msgspec
 import pytest
 import safetensors.torch
 import torch
-from blake3 import blake3
 
 from tests.support.handmade import Probe, Stage, Y, written
 from tests.support.sessions import bound_of
-from tests.support.tiny import WriteWeights, X
+from tests.support.tiny import X
 from weightswap_runtime import (
     Artifact,
     GoldenMismatch,
     Unsupported,
     WeightFileError,
     WeightsMismatch,
-    WeightswapError,
     load,
 )
 from weightswap_runtime.engines.torch_cpu import TorchEngine, environment_here
-from weightswap_runtime.format.goldens import artifact_goldens, encode_goldens, goldens_beside, open_goldens
-from weightswap_runtime.format.manifest import encode_manifest
+from weightswap_runtime.format.goldens import encode_goldens, goldens_beside, open_goldens
 from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.model.served import engine_of
 from weightswap_runtime.staging.golden_check import verify
@@ -174,11 +171,6 @@ def test_values_that_are_not_finite_are_refused_unless_eager_has_them(stage: Sta
     assert stage.verify(stage.open(**{"0.input.0": bad}), mode="off") == "off"
 
 
-def test_another_mode_is_refused(stage: Stage) -> None:
-    with pytest.raises(Unsupported, match="verify='all': expected 'goldens', 'finite', 'off'"):
-        stage.verify(stage.open(), mode="all")
-
-
 def test_every_case_begins_with_the_initial_state_and_a_cancel_ends_it(stage: Stage) -> None:
     stage.document["cases"] *= 2
     probe = Probe(lambda: [Y.clone()])
@@ -210,21 +202,6 @@ def test_every_case_is_reported_and_what_an_operator_raises_is_a_mismatch(stage:
         stage.judge(Probe(lambda: list(Y[2])))
     text = "forward: the graph raised IndexError: index 2 is out of bounds for dimension 0 with size 2"
     assert refused.value.problems == (f"case 0, {text}", f"case 1, {text}")
-
-
-def test_an_artifacts_own_goldens(stage: Stage) -> None:
-    artifact = Artifact.open(stage.tiny.path)
-    assert artifact_goldens(artifact) is None
-    path = written(stage.tiny.path / "goldens.safetensors", stage.tensors, stage.document)
-    files = stage.tiny.manifest.files | {path.name: blake3(path.read_bytes()).hexdigest()}
-    stage.tiny.write_manifest(encode_manifest(msgspec.structs.replace(stage.tiny.manifest, files=files)))
-    goldens = artifact_goldens(Artifact.open(stage.tiny.path))
-    assert goldens is not None
-    assert goldens.bundled
-    assert [stage.verify(goldens, seed=seed) for seed in (1, 2)] == ["goldens", "finite"]
-    path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(WeightswapError, match="altered since the export"):
-        artifact_goldens(Artifact.open(stage.tiny.path))
 
 
 def test_an_output_of_a_dtype_that_no_file_has_is_a_mismatch(stage: Stage) -> None:
@@ -280,8 +257,3 @@ def test_goldens_are_no_weights(stage: Stage) -> None:
     stage.open()
     with pytest.raises(WeightsMismatch, match=r"holds recorded calls, not weights\s*Give the weight file beside it"):
         load(stage.tiny.path, stage.path)
-
-
-def test_weight_files_do_not_mind_the_goldens_beside_them(stage: Stage, weight_file: WriteWeights) -> None:
-    stage.open()
-    assert load(stage.tiny.path, weight_file(1)).weights_id == stage.document["weights_id"]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 import safetensors.torch
 import torch
@@ -161,30 +159,6 @@ def test_an_unknown_field_of_a_later_version_is_tolerated(weight_file: Callable[
     rewrite_stamp(path, lambda stamp: {**stamp, "later": True})
     with WeightFile(path) as file:
         assert file.stamp is not None
-
-
-def test_writing_replaces_and_never_truncates(weight_file: Callable[[int], Path], tiny: TinyArtifact) -> None:
-    path = weight_file(1)
-    before = path.read_bytes()
-    with WeightFile(path) as file:
-        tiny.write(path, tiny.values(2))
-        assert os.pread(file.source.fd, len(before), 0) == before
-        file.check_unchanged(proven=True)
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_other(weight_file: Callable[[int], Path], tmp_path: Path) -> None:
-    path = weight_file(1)
-    before, names = path.read_bytes(), sorted(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="got 2 bytes for a tensor of 3"):
-        write_weight_file(path, [TensorRow("a", "U8", (3,))], {"a": [memoryview(b"12")]}, graph_id="g")
-    assert path.read_bytes() == before
-    assert sorted(tmp_path.iterdir()) == names
-
-
-def test_the_stamp_survives_a_round_trip(weight_file: Callable[[int], Path]) -> None:
-    with WeightFile(weight_file(1)) as file:
-        assert file.stamp is not None
-        assert msgspec.json.decode(msgspec.json.encode(file.stamp), type=type(file.stamp)) == file.stamp
 
 
 def test_a_header_that_was_read_before_the_file_settled_is_read_again(

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from tests.support.damage import damaged
-from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, X, serves
+from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
+from tests.support.watched import eventually
 from weightswap_exporter import export, pack, skeleton
 from weightswap_runtime import (
     DigestMismatch,
@@ -48,15 +49,10 @@ class Timed:
             yield step
 
 
-def test_a_swap_for_asyncio(model: Model, weight_file: WriteWeights) -> None:
-    receipt = asyncio.run(model.aswap(weight_file(1), by="loop"))
-    assert (receipt.generation, receipt.by, serves(model, 1)) == (0, "loop", True)
-
-
 def test_what_is_staged_is_committed_when_it_is_awaited(model: Model, weight_file: WriteWeights) -> None:
     async def work() -> None:
-        await model.aswap(weight_file(1))
-        async with model.astage(weight_file(2), by="loop") as staged:
+        assert (await model.aswap(weight_file(1), by="loop")).by == "loop"
+        async with model.astage(weight_file(2)) as staged:
             assert serves(model, 1)
             assert staged.progress.phase == "staged"
             assert (await staged.acommit()).generation == 1
@@ -71,9 +67,9 @@ def test_what_is_staged_is_committed_when_it_is_awaited(model: Model, weight_fil
 
 def test_errors_are_those_of_a_swap(model: Model, weight_file: WriteWeights, tmp_path: Path) -> None:
     async def work() -> None:
-        with pytest.raises(WeightFileError, match="No such file"):
+        with pytest.raises(WeightFileError):
             await model.aswap(tmp_path / "none.safetensors")
-        with pytest.raises(Unsupported, match="verify="):
+        with pytest.raises(Unsupported):
             await model.aswap(weight_file(1), verify="no")  # type: ignore[typeddict-item]
         with pytest.raises(DigestMismatch):
             async with model.astage(bad):
@@ -164,10 +160,8 @@ def test_nothing_of_a_swap_is_kept(tiny: TinyArtifact, weight_file: WriteWeights
     asyncio.run(work(model))
     dropped = weakref.ref(model)
     del model
-    deadline = time.monotonic() + 30
-    while dropped() is not None and time.monotonic() < deadline:  # until the last thread has ended
-        gc.collect()  # tasks and their errors refer to each other
-    assert dropped() is None
+    # tasks and their errors refer to each other; the last thread may not have ended
+    assert eventually(lambda: gc.collect() >= 0 and dropped() is None)
 
 
 class Big(NamedTuple):
@@ -177,8 +171,8 @@ class Big(NamedTuple):
     files: list[Path]
 
 
-@pytest.fixture(params=["double", "single"])
-def big(request: pytest.FixtureRequest, tmp_path: Path) -> Big:
+@pytest.fixture
+def big(residency: Any, tmp_path: Path) -> Big:
     with skeleton():
         wide = nn.Linear(2048, 2048)
     artifact = export(wide, (torch.zeros(1, 2048),), out=tmp_path / "wide.artifact")
@@ -186,7 +180,7 @@ def big(request: pytest.FixtureRequest, tmp_path: Path) -> Big:
     for seed in range(2):
         values = {"weight": torch.full((2048, 2048), float(seed)), "bias": torch.zeros(2048)}
         files.append(pack(values, artifact, out=tmp_path / f"v{seed}.safetensors").path)
-    return Big(load(artifact.path, files[0], residency=request.param), files)
+    return Big(load(artifact.path, files[0], residency=residency), files)
 
 
 def test_the_event_loop_is_never_blocked(big: Big) -> None:
@@ -209,17 +203,3 @@ def test_the_event_loop_is_never_blocked(big: Big) -> None:
     shortest = [min(steps) for steps in zip(*runs, strict=True)]
     assert len(shortest) == 8  # each begins, and ends
     assert max(shortest) < min(receipt.seconds_staged for receipt in big.model.history) / 4
-
-
-def test_calls_go_on(model: Model, weight_file: WriteWeights) -> None:
-    async def work() -> int:
-        await model.aswap(weight_file(1))
-        swaps = asyncio.ensure_future(asyncio.gather(*(model.aswap(weight_file(seed)) for seed in range(2, 6))))
-        answered = 0
-        while not swaps.done():
-            await asyncio.to_thread(model, X)
-            answered += 1
-        await swaps
-        return answered
-
-    assert asyncio.run(work()) > 0

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import gc
 import math
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support import warm
+from tests.support.damage import damaged
 from tests.support.forks import in_a_child
-from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, X, serves
+from tests.support.tiny import SLOW, TinyArtifact, WriteDelta, WriteWeights, X, serves
 from tests.support.watched import eventually
 from weightswap_runtime import (
     DigestMismatch,
     Event,
     Model,
-    NothingToRollBack,
     StageCancelled,
     StageClosed,
     Staged,
@@ -34,7 +31,6 @@ from weightswap_runtime import (
     WaitTimeout,
     WeightFileError,
     load,
-    write_delta,
 )
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.live import staged
@@ -47,30 +43,8 @@ def model(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> Mode
     return load(tiny.path, weight_file(0), residency=residency)
 
 
-def test_a_commit_waits_for_the_staging(model: Model, weight_file: WriteWeights) -> None:
-    assert model.stage(weight_file(1), background=True).commit().generation == 1
-    assert serves(model, 1)
-
-
 def test_a_cancelled_staging_leaves_nothing(model: Model, weight_file: WriteWeights) -> None:
-    threads = threading.active_count()
-    for _ in range(5):
-        staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
-        time.sleep(0.01)
-        staged.cancel()
-        assert staged.done
-        assert staged.progress.phase == "cancelled"
-        for use in (staged.wait, staged.commit):
-            with pytest.raises(StageCancelled, match="nothing was changed"):
-                use()
-        assert serves(model, 0)
-    model.swap(weight_file(2))
-    assert serves(model, 2)
-    assert threading.active_count() <= threads
-
-
-def test_a_cancel_is_quick(model: Model, weight_file: WriteWeights) -> None:
-    taken = []
+    threads, taken = threading.active_count(), []
     for _ in range(5):
         staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
         while staged.progress.phase != "reading":
@@ -78,7 +52,15 @@ def test_a_cancel_is_quick(model: Model, weight_file: WriteWeights) -> None:
         start = time.perf_counter()
         staged.cancel()
         taken.append(time.perf_counter() - start)
+        assert (staged.done, staged.progress.phase) == (True, "cancelled")
+        for use in (staged.wait, staged.commit):
+            with pytest.raises(StageCancelled, match="nothing was changed"):
+                use()
+        assert serves(model, 0)
     assert min(taken) < 1  # 50 ms in the benchmarks; here only that it does not wait for the rate
+    model.swap(weight_file(2))
+    assert serves(model, 2)
+    assert threading.active_count() <= threads
 
 
 @pytest.mark.parametrize("leave", [lambda staged: staged.__exit__(), lambda staged: staged.discard()])
@@ -90,11 +72,12 @@ def test_leaving_the_block_cancels(model: Model, weight_file: WriteWeights, leav
     model.swap(weight_file(2))
 
 
-def test_dropping_the_last_reference_cancels(model: Model, weight_file: WriteWeights) -> None:
-    staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+@pytest.mark.parametrize("options", [{}, {"background": True, "rate_limit": SLOW}])
+def test_dropping_the_last_reference_discards(options: Any, model: Model, weight_file: WriteWeights) -> None:
+    staged = model.stage(weight_file(1), **options)
     del staged
     gc.collect()
-    model.swap(weight_file(2), busy="wait")
+    model.swap(weight_file(2), busy="wait" if options else "refuse")
     assert serves(model, 2)
 
 
@@ -143,18 +126,18 @@ def test_a_thread_that_has_not_quite_ended_keeps_nobody_from_staging(
 def test_a_background_error_is_raised_by_wait_and_commit(model: Model, weight_file: WriteWeights) -> None:
     missing = model.stage("nowhere.safetensors", background=True)
     for use in (missing.wait, missing.commit, lambda: missing(X)):
-        with pytest.raises(WeightFileError, match="cannot be opened"):
+        with pytest.raises(WeightFileError):
             use()
-    broken = weight_file(1)
-    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
     with pytest.raises(DigestMismatch):
-        model.stage(broken, background=True).wait(30)
+        model.stage(damaged(weight_file(1)), background=True).wait(30)
     assert serves(model, 0)
     model.swap(weight_file(2))
 
 
 def test_invalid_arguments_are_refused_at_once(model: Model, weight_file: WriteWeights) -> None:
-    for wrong in ({"rate_limit": 0}, {"rate_limit": -1.0}, {"busy": "never"}, {"keys": "other"}, {"expect": "12"}):
+    rates = [{"rate_limit": rate} for rate in (0, -1.0, "200MB", float("inf"), float("nan"))]
+    others: list[dict[str, Any]] = [{"busy": "never"}, {"keys": "other"}, {"expect": "12"}]
+    for wrong in (*rates, *others):
         with pytest.raises(Unsupported, match=next(iter(wrong))):
             model.stage(weight_file(1), background=True, **wrong)
     model.swap(weight_file(1))
@@ -211,31 +194,12 @@ def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent(model: Model, w
     assert serves(model, 0)
 
 
-def test_the_rate_is_kept(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(0))
-    start = time.perf_counter()
-    model.swap(weight_file(1), rate_limit=920)
-    assert time.perf_counter() - start > 0.05  # 92 bytes take 0.1 s; the last piece need not be waited for
-
-
-def test_the_interpreter_ends_without_waiting(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    script = (
-        "import sys, time\nfrom weightswap_runtime import load\n"
-        "model = load(sys.argv[1], sys.argv[2])\n"
-        f"staged = model.stage(sys.argv[3], background=True, rate_limit={SLOW})\n"
-        "while staged.progress.phase != 'reading':\n    time.sleep(0.01)\n"
-    )
-    command = [warm.python(), "-e", "-c", script, str(tiny.path), str(weight_file(0)), str(weight_file(1))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 def test_a_rollback_does_not_wait_for_a_swap_and_undo_it(model: Model, weight_file: WriteWeights) -> None:
     swap = threading.Thread(target=lambda: model.swap(weight_file(1), rate_limit=200))
     swap.start()
     while model.generation == 0 and not model._store.job:
         time.sleep(0.001)
-    with pytest.raises(StagingBusy, match='busy="wait"'):
+    with pytest.raises(StagingBusy):
         model.rollback()
     swap.join()
     assert serves(model, 1)
@@ -247,12 +211,11 @@ def test_a_rollback_does_not_wait_for_a_swap_and_undo_it(model: Model, weight_fi
 
 
 def test_copies_within_memory_keep_the_rate_and_are_cancelled(
-    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
 ) -> None:
-    delta = write_delta(weight_file(1), weight_file(2), tmp_path / "d.safetensors").path
     model = load(tiny.path, weight_file(0), keep_previous="host")
     model.swap(weight_file(1))
-    for path in (delta, weight_file(2)):  # the first saves the previous set before it copies the live one
+    for path in (delta(1, 2), weight_file(2)):  # the first saves the previous set before it copies the live one
         staged = model.stage(path, background=True, rate_limit=1500)
         while not (staged.done or staged.progress.phase == "copying"):
             time.sleep(0.001)
@@ -314,18 +277,12 @@ def test_forked_children_do_not_wait_for_locks_of_other_threads(tiny: TinyArtifa
 
 
 def test_misuse_is_refused_by_name(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(0), residency="single", keep_previous="host")
+    model = load(tiny.path, weight_file(0))
     with pytest.raises(WeightFileError, match="is empty"):
         model.swap("")
     for listen in (model.listen, model.observe):
         with pytest.raises(Unsupported, match="'print' is not callable"):
             listen("print")  # type: ignore[arg-type]
-    with pytest.raises(NothingToRollBack, match="nothing was committed before"):
-        model.rollback()
-    for odd in ("200MB", float("inf"), float("nan"), 0):
-        with pytest.raises(Unsupported, match="expected bytes per second"):
-            model.swap(weight_file(1), rate_limit=odd)  # type: ignore[arg-type]
-    assert serves(model, 0)
 
 
 def test_a_listener_cannot_commit_in_the_staging_s_own_thread(model: Model, weight_file: WriteWeights) -> None:
@@ -365,13 +322,12 @@ def test_a_fork_does_not_wait_for_calls_of_a_pin_that_threads_share(model: Model
         other.result()
 
 
-def test_a_trial_of_a_delta_in_single_residency_keeps_the_rate(tmp_path: Path) -> None:
+def test_a_trial_of_a_delta_in_single_residency_keeps_the_rate(
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
+) -> None:
     """The copy of the full set for the goldens obeys the rate limit, and can be cancelled, as any other copy."""
-    tiny = TinyArtifact(tmp_path / "tiny.artifact")
-    files = [tiny.write(tmp_path / f"v{seed}.safetensors", tiny.values(seed)) for seed in range(2)]
-    delta = write_delta(*files, tmp_path / "d.safetensors").path
-    model = load(tiny.path, files[0], residency="single")
-    staged = model.stage(delta)
+    model = load(tiny.path, weight_file(0), residency="single")
+    staged = model.stage(delta(0, 1))
     weights = staged._work.weights
     assert weights is not None
     slow = Job(1e4)

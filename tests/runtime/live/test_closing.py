@@ -221,7 +221,7 @@ def test_a_commit_that_waits_for_a_pin_is_refused(use: str, tiny: TinyArtifact, 
     thread = threading.Thread(target=work)
     with model.pin() as session:
         thread.start()
-        time.sleep(0.5)  # it waits
+        time.sleep(0.1)  # it waits
         model.close()
         thread.join(60)
         assert torch.equal(session(X), TinyArtifact.eager(1, X))

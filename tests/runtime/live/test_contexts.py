@@ -49,19 +49,6 @@ def model(files: Files) -> Model:
 
 
 @torch.no_grad()
-def test_a_stream_equals_the_eager_model_run_step_by_step(served: Served, files: Files) -> None:
-    contexts = [served.model.new_context() for _ in range(2)]
-    eager = [files.eager(0) for _ in range(2)]
-    for step in range(6):
-        which = step % 3 % 2
-        assert served.equal(served(X * step, contexts[which]), eager[which](X * step))
-    for context, each in zip(contexts, eager, strict=True):
-        total, calls = served.peek(context)
-        assert served.equal(total, each.total)
-        assert calls == each.calls
-
-
-@torch.no_grad()
 def test_a_call_without_a_context_leaves_no_trace(served: Served, files: Files) -> None:
     context = served.model.new_context()
     first = served(X, context)
@@ -125,21 +112,6 @@ def test_what_a_swap_does_is_the_contexts_policy(served: Served, files: Files) -
     assert served.model.swap(files.weights[1]).contexts == {"invalidated": 1}
 
 
-@torch.no_grad()
-def test_a_context_lives_again_when_its_weights_come_back(model: Model, files: Files) -> None:
-    context, eager = model.new_context(), files.eager(0)
-    assert torch.equal(model(X, context=context), eager(X))
-    model.swap(files.weights[1])
-    with pytest.raises(StaleState):
-        model(X, context=context)
-    model.rollback()
-    assert torch.equal(model(X, context=context), eager(X))
-    model.swap(files.weights[1])
-    context.reset()
-    assert torch.equal(model(X, context=context), files.eager(1)(X))
-
-
-@pytest.mark.parametrize("residency", ["single", "double"])
 def test_a_pinned_context_keeps_its_weights_until_it_is_closed(residency: str, files: Files) -> None:
     served = Served(files, residency=residency)
     model, context = served.model, served.model.new_context(on_swap="pin")
@@ -157,7 +129,7 @@ def test_a_pinned_context_keeps_its_weights_until_it_is_closed(residency: str, f
     thread.start()
     thread.join(30)
     assert "still held by 1 pinned context" in found[0]
-    with pytest.raises(WaitTimeout, match="close the context"):
+    with pytest.raises(WaitTimeout):
         model.swap(files.weights[2])
     with torch.no_grad():
         assert torch.equal(model(X, context=context), files.eager(0)(X))
@@ -195,41 +167,32 @@ def test_a_pinned_context_is_answered_by_its_weights_alone(model: Model, files: 
         assert torch.equal(model(X, context=context), files.eager(0)(X))
 
 
-def test_a_forked_child_keeps_to_its_parents_pins(files: Files) -> None:
+def test_a_forked_child_keeps_to_its_parents_pins(residency: Any, files: Files) -> None:
     """Pins of the forking thread hold in the child, whichever thread swaps; those of other threads do not."""
-    for residency in ("single", "double"):
-        model, contexts = load(files.artifact, files.weights[0], residency=residency), []  # type: ignore[arg-type]
-        thread = threading.Thread(
-            target=lambda model=model, contexts=contexts: contexts.append(model.new_context(on_swap="pin"))
-        )  # type: ignore[misc]
-        thread.start()
-        thread.join(30)
-        own = model.new_context(on_swap="pin")
-        refused: list[object] = []
+    model, contexts = load(files.artifact, files.weights[0], residency=residency), list[Context]()
+    thread = threading.Thread(target=lambda: contexts.append(model.new_context(on_swap="pin")))
+    thread.start()
+    thread.join(30)
+    own = model.new_context(on_swap="pin")
+    refused: list[object] = []
 
-        def swap(model: Model = model, refused: list[object] = refused) -> None:
-            try:
-                for number in (1, 2):
-                    model.swap(files.weights[number], timeout=0.1)
-            except WaitTimeout as error:
-                refused.append(error)
+    def swap() -> None:
+        try:
+            for number in (1, 2):
+                model.swap(files.weights[number], timeout=0.1)
+        except WaitTimeout as error:
+            refused.append(error)
 
-        def child(
-            model: Model = model,
-            own: Context = own,
-            contexts: list[Context] = contexts,
-            refused: list[object] = refused,
-        ) -> None:
-            other = threading.Thread(target=swap)
-            other.start()
-            other.join(60)
-            assert refused
-            with torch.no_grad():
-                assert torch.equal(model(X, context=own), files.eager(0)(X))
-            with pytest.raises(ContextError, check=because("closed"), match="was lost in a fork"):
-                model(X, context=contexts[0])
+    def child() -> bool:
+        other = threading.Thread(target=swap)
+        other.start()
+        other.join(60)
+        with pytest.raises(ContextError, check=because("closed")):
+            model(X, context=contexts[0])
+        with torch.no_grad():
+            return bool(refused) and torch.equal(model(X, context=own), files.eager(0)(X))
 
-        in_a_child(child)
+    assert in_a_child(child)
 
 
 def test_two_calls_at_once_with_one_context_are_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +234,7 @@ def test_a_call_that_broke_off_leaves_no_half_state_behind(
         with pytest.raises(interrupt):
             model(X, context=context)
     for use in (lambda: model(X, context=context), lambda: context.save("nowhere.safetensors")):
-        with pytest.raises(ContextError, check=because("interrupted"), match=r"reset\(\) it"):
+        with pytest.raises(ContextError, check=because("interrupted")):
             use()
     context.reset()
     assert torch.equal(model(X, context=context), model(X))
@@ -297,7 +260,7 @@ def test_a_reset_that_breaks_off_leaves_no_half_state(model: Model, monkeypatch:
 def test_a_context_is_of_one_model_and_can_be_closed(model: Model, files: Files) -> None:
     with load(files.artifact, files.weights[0]) as other:
         context = other.new_context()
-        with pytest.raises(ContextError, check=because("mismatch"), match="belongs to another model"):
+        with pytest.raises(ContextError, check=because("mismatch")):
             model(X, context=context)
         with context:
             other(X, context=context)
@@ -333,9 +296,6 @@ def test_policies_and_models_that_cannot_be(model: Model, files: Files) -> None:
     assert torch.equal(empty(X, context=context), model(X))
 
 
-# saved ones
-
-
 def test_thousands_of_contexts_cost_their_state_and_no_more(model: Model) -> None:
     contexts = [model.new_context() for _ in range(3000)]
     model(X, context=contexts[0])
@@ -350,13 +310,10 @@ def test_a_forked_child_goes_on_with_its_own_copy(model: Model) -> None:
     context = model.new_context()
     model(X, context=context)
 
-    def child() -> None:
-        assert int(model.peek(context=context)[1]) == 2
+    def child() -> bool:
+        before = int(model.peek(context=context)[1])
         model(X, context=context)
-        assert int(model.peek(context=context)[1]) == 3
+        return (before, int(model.peek(context=context)[1])) == (2, 3)
 
-    in_a_child(child)
+    assert in_a_child(child)
     assert int(model.peek(context=context)[1]) == 2
-
-
-# any order

@@ -17,12 +17,14 @@ from tests.support.damage import damaged
 from tests.support.forks import in_a_child
 from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import (
+    DigestMismatch,
     Event,
     InputMismatch,
     ModelFailed,
     NothingToRollBack,
     NoWeights,
     StageCancelled,
+    Staged,
     StagingBusy,
     WaitTimeout,
     WeightFileError,
@@ -62,17 +64,8 @@ def test_a_swap_is_told_from_begin_to_end(tiny: TinyArtifact, weight_file: Write
 
 
 def test_labels_are_told(tiny: TinyArtifact, tmp_path: Path) -> None:
-    from weightswap_runtime.format.canonical import write_weight_file
-    from weightswap_runtime.format.safetensors import TensorRow
-
-    values = tiny.values(3)
-    rows = [TensorRow(row.name, row.dtype, row.shape) for row in tiny.manifest.weights]
-    order = ["steps", "bias", "tied", "weight"]
-    data = {name: [memoryview(values[name].numpy().tobytes())] for name in order}
-    path = tmp_path / "labelled.safetensors"
-    write_weight_file(path, rows, data, graph_id=tiny.manifest.graph_id, labels={"step": "3"})
     told = Told()
-    load(tiny.path, path, on_event=told)
+    load(tiny.path, tiny.write(tmp_path / "v", tiny.values(3), labels={"step": "3"}), on_event=told)
     assert [dict(event.labels) for event in told.events] == [{}, {"step": "3"}, {"step": "3"}]
 
 
@@ -97,7 +90,7 @@ def test_a_refused_file_is_told_with_its_reason_and_its_phase(tiny: TinyArtifact
     model = load(tiny.path, weight_file(1))
     model.listen(told)
     path = damaged(weight_file(2))
-    with pytest.raises(Exception, match="digest") as caught:
+    with pytest.raises(DigestMismatch) as caught:
         model.swap(path)
     with pytest.raises(WeightFileError):
         model.swap(path.with_name("nowhere"), only="bias")
@@ -173,9 +166,9 @@ def test_a_staging_that_is_given_up_is_told(
 
     monkeypatch.setattr(WeightStore, "stage", interrupted)
     with pytest.raises(raised):
-        model.swap(weight_file(2))
+        model.swap(weight_file(2), by="me")
     assert told.kinds == ["staging", "cancelled"]
-    assert isinstance(told.events[1].error, raised)
+    assert (type(told.events[1].error), told.events[1].by) == (raised, "me")
 
 
 def test_a_listener_that_fails_harms_nobody(
@@ -191,6 +184,67 @@ def test_a_listener_that_fails_harms_nobody(
     assert told.kinds == ["staging", "staged", "committed"]
     assert serves(model, 1)
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError] * 3
+
+
+def test_history_is_bounded(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    model.swap(weight_file(1), by="first")
+    for _ in range(120):
+        model.rollback()
+    assert len(model.history) == 100
+    assert [receipt.generation for receipt in model.history] == list(range(22, 122))
+    assert {receipt.kind for receipt in model.history} == {"rollback"}
+    times = [receipt.committed_at for receipt in model.history]
+    assert times == sorted(times)
+
+
+def test_listeners_may_cancel_or_discard_a_staging(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0), residency="single")
+    box: list[Staged] = []
+    kinds: list[str] = []
+
+    def listener(event: Event) -> None:
+        kinds.append(event.kind)
+        if event.kind in {"staged", "refused", "committed"} and box:
+            (box[-1].cancel if event.kind == "staged" else box[-1].discard)()
+
+    model.listen(listener)
+    box.append(model.stage(weight_file(1), background=True, rate_limit=400))
+    with pytest.raises(StageCancelled):
+        box[0].wait(30)
+    assert kinds == ["staging", "staged", "discarded"]
+    box.clear()
+    staged = model.stage(weight_file(1))
+    box.append(staged)
+    with model.pin(), pytest.raises(WaitTimeout):
+        staged.commit()
+    assert kinds[3:] == ["staging", "staged", "refused", "discarded"]
+    box.clear()
+    staged = model.stage(weight_file(2))
+    box.append(staged)
+    staged.commit()
+    assert kinds[7:] == ["staging", "staged", "committed"]
+    assert serves(model, 2)
+
+
+def test_a_listener_that_swaps_is_refused_at_once(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    refused: list[BaseException] = []
+
+    def listener(event: Event) -> None:
+        if event.kind == "committed":
+            for step in (lambda: model.swap(weight_file(2)), model.rollback):
+                with pytest.raises(StagingBusy) as caught:
+                    step()
+                refused.append(caught.value)
+
+    stop = model.listen(listener)
+    model.swap(weight_file(1))
+    stop()
+    assert len(refused) == 2
+    assert serves(model, 1)
+    model.swap(weight_file(2))
+    assert serves(model, 2)
 
 
 def test_listening_ends(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
@@ -256,25 +310,6 @@ def test_an_observer_that_fails_harms_no_call(
     assert len(caplog.records) == 2
 
 
-def test_progress_is_that_of_the_staging_under_way(
-    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load(tiny.path, weight_file(1))
-    assert model.progress is None
-    seen = []
-    model.listen(lambda event: seen.append(model.progress))
-    original = WeightStore._stage
-
-    def look(store: WeightStore, member: object, weights: object, request: object, job: object) -> object:
-        seen.append(model.progress)
-        return original(store, member, weights, request, job)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(WeightStore, "_stage", look)
-    model.swap(weight_file(2))
-    assert seen == [None, ("opening", 0, 0), None, None]
-    assert model.progress is None
-
-
 SWAPS = """
 import logging, sys
 from weightswap_runtime import WeightFileError, load
@@ -294,13 +329,10 @@ def swap_in_a_process(tiny: TinyArtifact, path: Path, logs: str) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
 
 
-def test_the_log_is_quiet_by_default(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    done = swap_in_a_process(tiny, weight_file(1), "default")
-    assert (done.stdout, done.stderr) == ("refused\n", "")
-
-
-def test_the_log_is_informative_where_it_is_configured(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+def test_the_log_is_quiet_unless_it_is_configured(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     path = weight_file(1)
+    quiet = swap_in_a_process(tiny, path, "default")
+    assert (quiet.stdout, quiet.stderr) == ("refused\n", "")
     lines = swap_in_a_process(tiny, path, "configured").stderr.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "INFO weightswap.events staged",

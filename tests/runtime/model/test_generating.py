@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,14 +149,6 @@ def check_generation(found: Exported, prompts: list[list[int]]) -> None:
 
 def test_tokens_are_those_of_transformers(one: Exported) -> None:
     check_generation(one, [PROMPT])
-
-
-@pytest.mark.slow
-def test_prompts_of_several_lengths_go_side_by_side(three: Exported) -> None:
-    check_generation(three, PROMPTS)
-    model = three.served()
-    alone = model.generate(PROMPTS[1], max_new_tokens=15)  # the other rows are padding
-    assert alone == expected(three.models[0], [PROMPTS[1]], 15)[0]
 
 
 @pytest.mark.slow
@@ -606,11 +598,6 @@ def test_the_tokenizer_beside_the_weights_is_found(one: Exported, tokenizer: Pat
 # sampling alone, against transformers' own
 
 
-@pytest.fixture
-def draws() -> Iterator[np.random.Generator]:
-    return np.random.default_rng(0)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -630,14 +617,3 @@ def test_probabilities_are_those_of_transformers(seed: int, temperature: float, 
     for warper in warpers:
         scores = warper(torch.zeros(1, 0, dtype=torch.int64), scores)
     np.testing.assert_allclose(found, scores.softmax(-1)[0].numpy(), rtol=1e-6, atol=1e-12)
-
-
-@pytest.mark.parametrize("penalty", [0.5, 1.0, 3.0])
-def test_the_penalty_on_repetition_is_that_of_transformers(penalty: float, draws: np.random.Generator) -> None:
-    from transformers import RepetitionPenaltyLogitsProcessor
-
-    process = RepetitionPenaltyLogitsProcessor(penalty)
-    for _ in range(50):
-        logits, seen = draws.normal(size=16), draws.integers(0, 16, 6).tolist()
-        scores = process(torch.tensor([seen]), torch.from_numpy(logits)[None])
-        assert choose(logits, seen, Sampling(repetition_penalty=penalty), draws) == int(scores.argmax())

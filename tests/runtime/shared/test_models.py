@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import safetensors.torch
 import torch
 
-from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, X, serves
+from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, X, plain, serves
+from tests.support.watched import eventually
 from weightswap_runtime import Event, Model
 from weightswap_runtime.errors import (
     NothingToRollBack,
@@ -50,13 +49,6 @@ def shared(tiny: TinyArtifact) -> Iterator[Shared]:
         mapped.close()
 
 
-def _await(done: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 5
-    while not done():
-        assert time.monotonic() < limit
-        time.sleep(0.005)
-
-
 def test_a_commit_is_served_by_all(shared: Shared, weight_file: WriteWeights) -> None:
     owner, workers, _ = shared
     assert [worker.generation for worker in workers] == [None, None]
@@ -88,9 +80,9 @@ def test_workers_call_what_is_on_trial(shared: Shared, weight_file: WriteWeights
         if ends is Staged.discard:
             control.end_trial()  # else its next staging does
         assert control.trial == 0
-        with pytest.raises(StageClosed, match="call the served weights"):
+        with pytest.raises(StageClosed):
             trials[0](X)
-        with pytest.raises(StageClosed, match="already committed or discarded"):
+        with pytest.raises(StageClosed):
             begin_trial(control, staged)
         assert control.trial == 0
     assert serves(workers[0], 2)
@@ -101,12 +93,8 @@ def test_a_refused_swap_changes_nobody(
 ) -> None:
     owner, workers, _ = shared
     owner.swap(weight_file(1))
-    values = tiny.values(2)
-    del values["bias"]
-    broken = tmp_path / "broken.safetensors"
-    safetensors.torch.save_file(values, broken)
     with pytest.raises(WeightsMismatch):
-        owner.swap(broken)
+        owner.swap(plain(tiny, tmp_path / "broken.safetensors", bias=None))
     assert all(serves(worker, 1) for worker in workers)
 
 
@@ -129,13 +117,13 @@ def test_workers_tell_of_commits(shared: Shared, weight_file: WriteWeights) -> N
     events: list[Event] = []
     worker.listen(events.append)
     receipt = owner.swap(weight_file(1), by="ana")
-    _await(lambda: bool(events))
+    assert eventually(lambda: bool(events))
     assert (events[0].kind, events[0].receipt, events[0].by) == ("committed", receipt, "ana")
     assert worker.history == (receipt,)
     owner.swap(weight_file(2))
-    _await(lambda: len(events) == 2)
+    assert eventually(lambda: len(events) == 2)
     owner.rollback(by="bo")
-    _await(lambda: len(events) == 3)
+    assert eventually(lambda: len(events) == 3)
     assert (events[2].kind, events[2].by) == ("rolled back", "bo")
 
 
@@ -201,7 +189,7 @@ def test_a_replaced_owner_does_not_bring_back_what_was_rolled_back(
     with own(tiny.path, segment) as second:
         told: list[Event] = []
         with second.watch(outbox, 0.01, callback=told.append):
-            _await(lambda: any(event.kind == "skipped" for event in told))
+            assert eventually(lambda: any(event.kind == "skipped" for event in told))
         assert serves(worker, 1)
 
 
@@ -222,7 +210,7 @@ def test_memory_that_is_not_there_is_refused(
     owner, (worker, _), _ = shared
     owner.swap(weight_file(1))
     monkeypatch.setattr("weightswap_runtime.shared.owner.available", lambda: 100)
-    with pytest.raises(OutOfMemory, match="bytes of shared memory, but 100 are free"):
+    with pytest.raises(OutOfMemory):
         owner.swap(weight_file(2))
     assert serves(worker, 1)
     monkeypatch.undo()

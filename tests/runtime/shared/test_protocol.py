@@ -65,7 +65,7 @@ def test_a_call_keeps_its_arena(waits: bool, monkeypatch: pytest.MonkeyPatch) ->
         with worker.call() as version:
             owner.swap()
             if waits:
-                with pytest.raises(WaitTimeout, match="held by 1 worker"):
+                with pytest.raises(WaitTimeout):
                     owner.swap(timeout=0.05)
             else:
                 owner.swap()
@@ -189,7 +189,7 @@ def test_a_call_of_a_trial_keeps_its_arena(waits: bool, monkeypatch: pytest.Monk
         owner.try_out(71)
         with worker.trial() as version:
             if waits:
-                with pytest.raises(WaitTimeout, match="held by 1 worker"):
+                with pytest.raises(WaitTimeout):
                     owner.stage(72, timeout=0.05)
             else:
                 owner.stage(72)

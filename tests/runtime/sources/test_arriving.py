@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.arriving import arriving, in_pieces
@@ -27,6 +27,7 @@ from weightswap_runtime.threads import WorkerThreads
 CONTENT = random.Random(0).randbytes(3000)
 
 
+@settings(max_examples=40)
 @given(
     cuts=st.sets(st.integers(0, 3000), max_size=30),
     wanted=st.lists(st.booleans(), min_size=31, max_size=31),

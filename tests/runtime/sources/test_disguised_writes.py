@@ -133,7 +133,7 @@ def test_a_time_of_modification_in_the_future_does_not_hide_a_write(tiny: TinyAr
     source.await_stable_mtime()
     assert time.time_ns() - path.stat().st_ctime_ns >= CLOCK_TICK_NS
     in_place(path, plain(tiny, tmp_path / "other.safetensors", 2).read_bytes())
-    with pytest.raises(WeightFileError, match="changed while it was read"):
+    with pytest.raises(WeightFileError):
         source.check_unchanged()
     source.close()
 

@@ -6,7 +6,7 @@ from itertools import product
 from math import prod
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightswap_runtime.sources.memory import MemorySource
@@ -41,6 +41,7 @@ def rectangle(whole: np.ndarray, box: Box, gap: int) -> Rectangle:
     return Rectangle(*box, MemorySource("part", raw), gap)
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_a_read_of_anything_equals_a_slice_of_the_whole(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
@@ -66,6 +67,7 @@ def test_more_rows_than_one_read_takes_have_a_single_byte_each() -> None:
     assert read == whole.tobytes()
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_the_first_wrong_element_is_found(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)

@@ -76,6 +76,7 @@ def bound_socket(path: Path) -> Iterator[None]:
 SPECIAL = {"pipe": pipe, "device": device, "socket": bound_socket}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
 @pytest.mark.parametrize("linked", [False, True], ids=["itself", "link"])
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
@@ -158,18 +159,6 @@ def test_a_report_is_written_through_a_pipe(linked: bool, tmp_path: Path) -> Non
     assert stat.S_ISFIFO(existing.lstat().st_mode)
 
 
-def test_a_report_may_go_to_a_device(tmp_path: Path) -> None:
-    with device(tmp_path / "null"):
-        write_report(tmp_path / "null", REPORT)
-        assert stat.S_ISCHR((tmp_path / "null").lstat().st_mode)
-        assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_report_to_a_socket_is_refused(tmp_path: Path) -> None:
-    with bound_socket(tmp_path / "socket"), pytest.raises(Unsupported, match="is a socket"):
-        write_report(tmp_path / "socket", REPORT)
-
-
 def test_html_says_at_once_where_it_cannot_go(rich: RichFiles, tmp_path: Path) -> None:
     command = [str(rich.full[0]), "--html"]
     with bound_socket(tmp_path / "socket"):
@@ -196,19 +185,6 @@ def without_sync(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fail(code: int) -> NoReturn:
     raise OSError(code, os.strerror(code))
-
-
-@pytest.mark.parametrize("name", ["pack", "delta", "publish"])
-def test_a_folder_that_is_not_synchronised_has_the_new_file_all_the_same(
-    name: str, rich: RichFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_sync(errno.EIO, monkeypatch)
-    out = tmp_path if name == "publish" else tmp_path / "v.safetensors"
-    with pytest.warns(RuntimeWarning, match="written, but a power failure may lose it") as warned:
-        WRITERS[name](rich, out)
-    assert all(str(tmp_path) in str(warning.message) for warning in warned)
-    (written,) = tmp_path.glob("*.safetensors")
-    assert written.stat().st_size > 100
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])

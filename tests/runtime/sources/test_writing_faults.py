@@ -145,7 +145,7 @@ def test_an_old_folder_that_was_moved_aside_is_not_lost(error: BaseException, la
     assert left.name == "folder" or lasts
 
 
-@pytest.mark.parametrize("rounds", [12, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [5, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_killed_writer_leaves_no_half_file(rounds: int, tmp_path: Path) -> None:
     command = [warm.python(), "-m", "tests.runtime.sources.killed", str(tmp_path), str(rounds)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)

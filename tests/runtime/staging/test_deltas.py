@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import shutil
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
 from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,15 +20,12 @@ from tests.support.blocks import make_blocks_small, save
 from tests.support.refusals import because
 from tests.support.rows import prefer_rows
 from tests.support.sessions import sessions_of
-from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, X, serves
+from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from weightswap_runtime import (
     BaseMismatch,
-    DigestMismatch,
-    UnexpectedWeights,
     Unsupported,
     WeightFileError,
     load,
-    read_weights,
     write_delta,
 )
 from weightswap_runtime.byte_ranges import ByteRanges, scatter
@@ -52,11 +46,9 @@ from weightswap_runtime.staging.request import Staging, SwapRequest
 from weightswap_runtime.tensors import TensorType, block_digests
 from weightswap_runtime.threads import WorkerThreads
 
-pytestmark = pytest.mark.usefixtures("_blocks")
 
-
-@pytest.mark.parametrize(("base", "new"), [*itertools.permutations(range(3), 2), (1, 1)])
-@pytest.mark.usefixtures("_places")
+@pytest.mark.parametrize(("base", "new"), [(0, 1), (2, 0), (1, 1)])
+@pytest.mark.usefixtures("_places", "_blocks")
 def test_a_delta_gives_the_weights_of_the_full_file(
     base: int, new: int, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
 ) -> None:
@@ -67,6 +59,8 @@ def test_a_delta_gives_the_weights_of_the_full_file(
     assert receipt.weights_id == load(tiny.path, weight_file(new)).weights_id
 
 
+@pytest.mark.pairwise
+@pytest.mark.usefixtures("_blocks")
 @pytest.mark.parametrize("shape", [(5, 27), (8, 20), (24, 8), (9, 37), (1000, 1), (65, 1, 1)])
 @pytest.mark.parametrize("places", [[0], [-1], [0, -1], [60, -2]])
 def test_a_file_has_what_changes(shape: tuple[int, ...], places: list[int], tmp_path: Path) -> None:
@@ -87,12 +81,12 @@ def test_a_file_has_what_changes(shape: tuple[int, ...], places: list[int], tmp_
         assert written["rows:w"].tolist() == np.flatnonzero(changed).tolist()
 
 
-@pytest.mark.usefixtures("_places")
+@pytest.mark.usefixtures("_places", "_blocks")
 def test_a_chain_is_taken_in_order_and_refused_otherwise(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
 ) -> None:
     model = load(tiny.path, weight_file(0), residency=residency, keep_previous="host")
-    with pytest.raises(BaseMismatch, match="in order"):
+    with pytest.raises(BaseMismatch):
         model.swap(delta(1, 2))
     for base in range(4):
         model.swap(delta(base, base + 1))
@@ -108,36 +102,8 @@ def test_a_chain_is_taken_in_order_and_refused_otherwise(
 
 def test_a_delta_needs_weights_that_are_served(tiny: TinyArtifact, delta: WriteDelta, residency: str) -> None:
     model = load(tiny.path, residency=residency)
-    with pytest.raises(BaseMismatch, match="no weights are served yet"):
+    with pytest.raises(BaseMismatch):
         model.swap(delta(0, 1))
-
-
-@pytest.mark.usefixtures("_places")
-def test_a_refused_delta_leaves_the_rollback(
-    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, tmp_path: Path
-) -> None:
-    model = load(tiny.path, weight_file(0))
-    model.swap(weight_file(1))
-    broken = delta(1, 2)
-    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
-    with pytest.raises(DigestMismatch):
-        model.swap(broken)
-    model.rollback()
-    assert serves(model, 0)
-
-
-@pytest.mark.usefixtures("_places")
-def test_a_staged_delta_can_be_called(
-    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
-) -> None:
-    model = load(tiny.path, weight_file(0), residency=residency)
-    with model.stage(delta(0, 1)) as staged:
-        assert torch.equal(staged(X), TinyArtifact.eager(1, X))
-        assert serves(model, 0)
-        with pytest.raises(UnexpectedWeights):
-            load(tiny.path, weight_file(0)).swap(delta(0, 2), expect=staged.weights_id)
-    assert serves(model, 0)
-    assert model.swap(delta(0, 1), expect=staged.weights_id).generation == 1
 
 
 def test_a_chain_costs_what_it_changes(tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,38 +146,8 @@ def test_in_single_residency_only_what_changes_is_copied(tiny: TinyArtifact, tmp
     assert serves(model, 0)
 
 
-def test_large_tables_give_their_changed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_blocks_small(monkeypatch, 256)
-    table = np.arange(1000 * 8, dtype=np.float32).reshape(1000, 8)
-    changed = table.copy()
-    changed[[3, 4, 700]] += 1
-    flat, other = np.zeros(100, np.uint8), np.zeros(100, np.uint8)
-    other[99] = 1
-    files = [
-        save(tmp_path / f"{i}.safetensors", {"table": t, "flat": f})
-        for i, (t, f) in enumerate([(table, flat), (changed, other)])
-    ]
-    written = write_delta(*files, tmp_path / "d.safetensors")
-    assert written.nbytes == 3 * 32 + 100
-    parts = read_weights(written.path)
-    assert parts["rows:table"].tolist() == [3, 4, 700]
-    assert parts["data:table"].tobytes() == changed[[3, 4, 700]].tobytes()
-    assert parts["runs:flat"].tolist() == [[0, 100]]
-
-
-def test_rows_that_follow_each_other_are_one_range(tmp_path: Path) -> None:
-    table = np.zeros((1000, 8), np.float32)
-    changed = table.copy()
-    changed[100:900] = 1
-    files = [save(tmp_path / f"{i}.safetensors", {"table": value}) for i, value in enumerate([table, changed])]
-    parts = read_weights(write_delta(*files, tmp_path / "d.safetensors").path)
-    assert parts["runs:table"].tolist() == [[100 * 32, 900 * 32]]
-    assert parts["data:table"].tobytes() == changed[100:900].tobytes()
-
-
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-@pytest.mark.sampled(1)
 def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.MonkeyPatch.context() as patch:
         make_blocks_small(patch, data.draw(st.sampled_from([8, 24, 64])))
@@ -303,7 +239,7 @@ def test_labels_and_progress(
     with monkeypatch.context() as patch:
         patch.setattr(weight_file_format, "MOST_LABEL_BYTES", 1 << 30)
         write_delta(weight_file(0), weight_file(1), out, labels={"config": "x" * 65536})
-    with pytest.raises(WeightFileError, check=because("damaged"), match="its labels have"):
+    with pytest.raises(WeightFileError, check=because("damaged")):
         model.swap(out)
 
 
@@ -312,22 +248,6 @@ def test_only_and_deltas_do_not_mix(tiny: TinyArtifact, weight_file: WriteWeight
     with pytest.raises(Unsupported, match="a delta is applied as a whole"):
         model.swap(delta(0, 1), only="bias")
     assert serves(model, 0)
-
-
-def test_the_stamp_is_what_the_format_says(delta: WriteDelta, weight_file: WriteWeights, tmp_path: Path) -> None:
-    path = delta(0, 1)
-    with safetensors.safe_open(path, "np") as opened:
-        stamp = msgspec.json.decode(opened.metadata()[DELTA_KEY], type=DeltaStamp)
-    with open_weights(weight_file(0)) as base, open_weights(weight_file(1)) as new:
-        assert base.stamp is not None
-        assert new.stamp is not None
-        assert (stamp.base, stamp.weights_id) == (base.stamp.weights_id, new.stamp.weights_id)
-    assert stamp.changes.keys() == {"weight", "bias", "tied", "steps"}
-    shutil.copy(path, tmp_path / "again.safetensors")
-    assert (
-        write_delta(weight_file(0), weight_file(1), path).path.read_bytes()
-        == (tmp_path / "again.safetensors").read_bytes()
-    )
 
 
 def test_a_file_is_byte_for_byte_what_the_format_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +260,7 @@ def test_a_file_is_byte_for_byte_what_the_format_says(tmp_path: Path, monkeypatc
     new["v"][4] = 3
     files = [save(tmp_path / f"{i}.safetensors", values) for i, values in enumerate((old, new))]
     written = write_delta(*files, tmp_path / "d.safetensors", labels={"k": "v"})
+    assert written.nbytes == 60 + 48 + 20
     data = {
         "data:u": ("U8", [60], new["u"][2:7].tobytes()),
         "data:t": ("U8", [48], new["t"][[0, 1, 5, 8]].tobytes()),

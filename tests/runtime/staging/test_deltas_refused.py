@@ -31,8 +31,6 @@ from weightswap_runtime.format.delta import DELTA_KEY
 from weightswap_runtime.format.safetensors import TensorRow
 from weightswap_runtime.tensors import block_digests
 
-pytestmark = pytest.mark.usefixtures("_blocks")
-
 
 def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> Path:
     """Change a delta's stamp and tensors, and recompute its digests unless the change was to them."""
@@ -199,6 +197,8 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], None],
 }
 
 
+@pytest.mark.pairwise
+@pytest.mark.usefixtures("_blocks")
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_deltas_are_refused(
     what: str,
@@ -206,28 +206,22 @@ def test_broken_deltas_are_refused(
     weight_file: WriteWeights,
     delta: WriteDelta,
     residency: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Nor are damaged ones merged."""
     prefer_rows(monkeypatch)
     change, error, says = BROKEN[what]
-    model = load(tiny.path, weight_file(0), residency=residency)
+    model, broken = load(tiny.path, weight_file(0), residency=residency), rewrite(delta(0, 1), change)
     with pytest.raises(error, match=says):
-        model.swap(rewrite(delta(0, 1), change))
+        model.swap(broken)
+    if error is WeightFileError:
+        with pytest.raises(error, match=says):
+            merge_deltas([broken, delta(1, 2)], tmp_path / "merged.safetensors")
+        assert not (tmp_path / "merged.safetensors").exists()
     assert (model.generation, serves(model, 0)) == (0, True)
     model.swap(delta(0, 1))
     assert serves(model, 1)
-
-
-@pytest.mark.parametrize("what", [what for what in BROKEN if BROKEN[what][1] is WeightFileError])
-def test_damaged_deltas_are_not_merged(
-    what: str, delta: WriteDelta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefer_rows(monkeypatch)
-    change, error, says = BROKEN[what]
-    out = tmp_path / "merged.safetensors"
-    with pytest.raises(error, match=says):
-        merge_deltas([rewrite(delta(0, 1), change), delta(1, 2)], out)
-    assert not out.exists()
 
 
 def test_a_delta_for_another_graph_is_accepted_on_request(

@@ -15,13 +15,10 @@ from weightswap_exporter import export
 
 MB = 1 << 20
 PROGRAM = """
-import ctypes, re, sys
-from pathlib import Path
+import ctypes, sys
 import torch
+from tests.support.peaks import taken
 from weightswap_runtime import load
-
-def status(field):
-    return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
 # what is freed goes back at once; otherwise malloc comes to keep pieces of 16 MiB for each thread. The environment says
 # this to no fork of an interpreter
@@ -36,10 +33,7 @@ def swap():
 
 for _ in range(3):
     swap()
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present size
-swap()
-print(status("VmHWM") - before)
+print(taken(swap))
 """
 
 

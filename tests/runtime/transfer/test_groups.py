@@ -23,7 +23,6 @@ from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
 from tests.support.watched import eventually
 from weightswap_exporter import export
 from weightswap_runtime import (
-    DesiredStore,
     GraphMismatch,
     Model,
     NonFiniteWeights,
@@ -32,7 +31,6 @@ from weightswap_runtime import (
     StageCancelled,
     SwapReceipt,
     TransferFailed,
-    UnexpectedWeights,
     Unsupported,
     load,
     process_group,
@@ -40,12 +38,12 @@ from weightswap_runtime import (
 from weightswap_runtime.transfer import group as groups
 
 
-def group_of(size: int, timeout: float = 20.0) -> list[Any]:
-    """Return the members of a gloo group, all in this process."""
-    store, limit = torch.distributed.HashStore(), timedelta(seconds=timeout)
+def group_of(size: int, timeout: float = 20.0, *, of_first: float | None = None) -> list[Any]:
+    """Return the members of a gloo group, all in this process. of_first: the timeout of the first member."""
+    store, limits = torch.distributed.HashStore(), [timeout if of_first is None else of_first, *[timeout] * (size - 1)]
     make: Any = torch.distributed.ProcessGroupGloo  # type: ignore[attr-defined]
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: make(store, rank, size, limit), range(size)))
+        return list(pool.map(lambda rank: make(store, rank, size, timedelta(seconds=limits[rank])), range(size)))
 
 
 class Rig:
@@ -103,7 +101,7 @@ def test_what_one_refuses_none_serves(strict: int, tiny: TinyArtifact, models: l
     options: list[dict[str, Any]] = [{"allow_nonfinite": index != strict} for index in range(2)]
     with closing(Rig(tiny, models, *options)) as rig:
         for _ in range(2):
-            with pytest.raises(NonFiniteWeights, match="bias: 5 NaN of 5 values\nDo not serve them"):
+            with pytest.raises(NonFiniteWeights):
                 rig.sender.send(SPOILED)
             assert rig.serve(0)
         assert isinstance(rig.receivers[strict].last_error, NonFiniteWeights)
@@ -122,22 +120,10 @@ def test_another_graph_is_refused_by_its_header(
     plain = groups.GroupLink._send
     monkeypatch.setattr(groups.GroupLink, "_send", lambda link, content: (sent.append(1), plain(link, content)))
     with closing(Rig(tiny, models)) as rig:
-        with pytest.raises(GraphMismatch, match=rf"packed for another graph, {models[1 - other].graph_id[:12]}"):
+        with pytest.raises(GraphMismatch):
             rig.sender.send(tiny.values(1))
         assert sent == [1]  # the header
         assert [model.generation for model in models] == [0, 0]
-
-
-def test_a_model_that_follows_a_desired_store_refuses(
-    tiny: TinyArtifact, models: list[Model], weight_file: WriteWeights, tmp_path: Path
-) -> None:
-    (tmp_path / "desired_store").mkdir()
-    DesiredStore(tmp_path / "desired_store").set(weight_file(0), revision=0, by="ci")
-    models[1].follow(tmp_path / "desired_store", 0.05)
-    with closing(Rig(tiny, models)) as rig:
-        with pytest.raises(UnexpectedWeights, match="this model follows"):
-            rig.sender.send(tiny.values(1))
-        assert rig.serve(0)
 
 
 def test_an_interrupt_is_told(tiny: TinyArtifact, models: list[Model]) -> None:
@@ -177,9 +163,8 @@ def test_an_operator_need_not_wait_for_a_sender_that_hangs(
             go_on.wait(60)
         send(link, content)
 
-    monkeypatch.setattr(groups, "BUCKET", 40)
     monkeypatch.setattr(groups.GroupLink, "_send", send_and_hang)
-    first, second = group_of(2, timeout=12.0)  # after which the sender gives up
+    first, second = group_of(2, of_first=2.0)  # after which the sender gives up
     receiver = model.receive(second)
     with Sender(first, tiny.path) as sender:
         sending = sender.send(tiny.values(1), wait=False)
@@ -236,29 +221,24 @@ def test_a_dropped_model_leaves(tiny: TinyArtifact, weight_file: WriteWeights) -
     first, second = group_of(2)
     receiver = load(tiny.path, weight_file(0)).receive(second)
     with Sender(first, tiny.path):
-        deadline = time.monotonic() + 20
-        while receiver.alive:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert eventually(lambda: not receiver.alive)
 
 
-def test_what_cannot_be_a_group_is_refused(tiny: TinyArtifact, models: list[Model]) -> None:
-    first, second = group_of(2)
-    alone = process_group_of_one()
+def test_what_cannot_be_a_group_is_refused(tiny: TinyArtifact) -> None:
+    model, (first, second) = load(tiny.path), group_of(2)
     with pytest.raises(Unsupported, match="rank 0 sends, all others receive"):
-        models[0].receive(first)
+        model.receive(first)
     with pytest.raises(Unsupported, match="rank 0 sends, all others receive"):
         Sender(second, tiny.path)
-    with Sender(first, tiny.path), models[0].receive(second) as receiver:  # what was refused before has left no trace
+    with Sender(first, tiny.path), model.receive(second) as receiver:  # what was refused before has left no trace
         assert receiver.alive
-    third, _ = group_of(2, timeout=2.0)  # its sender waits so long for the receiver at its end
+    third, _ = group_of(2, timeout=0.5)  # its sender waits so long for the receiver at its end
     with Sender(third, tiny.path), pytest.raises(Unsupported, match="is in use already, by a sender or a receiver"):
         Sender(third, tiny.path)
-    for odd, says in ((alone, "has no other rank"), (3, "expected a text such as unix:PATH, or a process group")):
-        with pytest.raises(Unsupported, match=says):
-            models[0].receive(odd)
-        with pytest.raises(Unsupported, match=says):
-            Sender(odd, tiny.path)
+    for odd, says in ((process_group_of_one(), "has no other rank"), (3, "or a process group")):
+        for use in (model.receive, lambda group: Sender(group, tiny.path)):
+            with pytest.raises(Unsupported, match=says):
+                use(odd)
     for address, rank, size in (("127.0.0.1:1", 0, 2), ("tcp://x", 0, 2), ("tcp://x:1", 2, 2), ("tcp://x:1", 0, 1)):
         with pytest.raises(Unsupported, match="expected"):
             process_group(address, rank, size)
@@ -274,7 +254,7 @@ def process_group_of_one() -> Any:
 STEPS = ["header"] + ["vote"] * 2 + ["bucket"] * 3 + ["vote"] * 2 + ["outcome"] * 2  # each is a collective
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("step", range(-1, len(STEPS)))
 def test_a_member_that_fails_at_any_step_leaves_whole_weights(
@@ -305,8 +285,7 @@ def test_a_member_that_fails_at_any_step_leaves_whole_weights(
         with pytest.raises(TransferFailed, match="another rank is gone, or late"):
             rig.sender.send(tiny.values(1))
         monkeypatch.undo()
-        while any(receiver.alive for receiver in rig.receivers):
-            time.sleep(0.01)
+        assert eventually(lambda: not any(receiver.alive for receiver in rig.receivers))
         assert rig.serve(1 if step >= 0 and STEPS[step] == "outcome" else 0)
         first, *others = group_of(3)
         for model, group in zip(models, others, strict=True):

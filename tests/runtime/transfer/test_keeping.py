@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,9 @@ from torch import nn
 
 from tests.support.sessions import live
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
+from tests.support.watched import eventually
 from weightswap_exporter import export
 from weightswap_runtime import DigestMismatch, KeptFiles, Unsupported, WeightFileError, load
-
-
-def until(done: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 def kept_ids(kept: KeptFiles) -> list[str]:
@@ -33,15 +25,15 @@ def test_the_last_sets_are_kept(tiny: TinyArtifact, tmp_path: Path, residency: A
     kept, ids = model.keep(tmp_path / "kept", last=2), []
     for seed in (1, 2, 3):
         ids.append(model.swap(tiny.values(seed), labels={"step": str(seed)}).weights_id)
-        until(lambda: kept_ids(kept)[-1:] == [ids[-1][:12]])
-    until(lambda: kept_ids(kept) == [each[:12] for each in ids[1:]])
+        assert eventually(lambda: kept_ids(kept)[-1:] == [ids[-1][:12]])
+    assert eventually(lambda: kept_ids(kept) == [each[:12] for each in ids[1:]])
     for seed, path in zip((2, 3), kept.files, strict=True):
         again = load(tiny.path, path)
         assert serves(again, seed)
         assert again.weights_id == ids[seed - 1]
         assert again.labels == {"step": str(seed)}
     model.rollback()
-    until(lambda: kept_ids(kept)[-1] == ids[1][:12])
+    assert eventually(lambda: kept_ids(kept)[-1] == ids[1][:12])
     assert kept.last_error is None
 
 
@@ -108,11 +100,11 @@ def test_a_full_disk_changes_nothing(tiny: TinyArtifact, tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
         model.swap(tiny.values(1))
-        until(lambda: kept.last_error is not None)
+        assert eventually(lambda: kept.last_error is not None)
     assert kept.files == ()
     assert serves(model, 1)
     model.swap(tiny.values(2))
-    until(lambda: len(kept.files) == 1)
+    assert eventually(lambda: len(kept.files) == 1)
     assert kept.last_error is None
     model.close()
 
@@ -123,7 +115,7 @@ def test_memory_that_changed_is_not_kept(tiny: TinyArtifact, tmp_path: Path) -> 
     arena = live(model).session.arena
     arena.write(0, memoryview(bytearray(b"\7")))
     kept = model.keep(tmp_path)
-    until(lambda: kept.last_error is not None)
+    assert eventually(lambda: kept.last_error is not None)
     assert "were served; it is not kept" in str(kept.last_error)
     assert kept.files == ()
     assert not isinstance(kept.last_error, DigestMismatch)

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ import torch
 
 from tests import ROOT
 from tests.support import warm
+from tests.support.descriptors import descriptors
+from tests.support.forks import in_a_child
 from tests.support.refusals import because
 from tests.support.tiny import TinyArtifact, Values, WriteWeights, serves
+from tests.support.watched import eventually
 from weightswap_exporter import export
 from weightswap_runtime import (
     DigestMismatch,
@@ -100,19 +104,23 @@ def test_long_labels_do_not_move_the_weights(served: Model, sender: Sender) -> N
         assert receipt.labels == {"notes": '"' * (length // 2)}
 
 
-REFUSED: dict[str, tuple[dict[str, torch.Tensor], type[Exception], str]] = {
-    "here": ({"bias": torch.ones(3)}, WeightsMismatch, "bias: expected F32"),
-    "there": ({"bias": torch.full((5,), torch.nan)}, NonFiniteWeights, "bias: 5 NaN of 5 values\nDo not serve them"),
+REFUSED: dict[str, tuple[Values, type[WeightsMismatch] | type[NonFiniteWeights]]] = {
+    "here": ({"bias": torch.ones(3)}, WeightsMismatch),
+    "there": ({"bias": torch.full((5,), torch.nan)}, NonFiniteWeights),
 }
 
 
-@pytest.mark.parametrize(("change", "error", "says"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("change", "error"), REFUSED.values(), ids=REFUSED)
 def test_a_refusal_comes_back_with_its_reason(
-    change: Values, error: type[Exception], says: str, served: Model, sender: Sender, receiver: Receiver
+    change: Values,
+    error: type[WeightsMismatch] | type[NonFiniteWeights],
+    served: Model,
+    sender: Sender,
+    receiver: Receiver,
 ) -> None:
-    with pytest.raises(error, match=says) as caught:
+    with pytest.raises(error) as caught:
         sender.send(TinyArtifact.values(1) | change)
-    assert caught.value.problems  # type: ignore[attr-defined]
+    assert caught.value.problems
     assert serves(served, 0)
     assert (receiver.last_error is None) == (error is WeightsMismatch)
     sender.send(TinyArtifact.values(1))
@@ -123,14 +131,13 @@ def test_a_refusal_comes_back_with_its_reason(
 def test_of_several_that_wait_the_latest_is_sent(served: Model, sender: Sender, receiver: Receiver) -> None:
     with served.turn(lambda: None):  # no swap begins
         first = sender.send(TinyArtifact.values(1), wait=False)
-        while receiver._connections == {}:
-            time.sleep(0.01)
+        assert eventually(lambda: bool(receiver._connections))
         time.sleep(0.2)
         others = [sender.send(TinyArtifact.values(seed), wait=False) for seed in (2, 3, 4)]
         assert not first.done  # type: ignore[union-attr]
     assert first.wait(20)  # type: ignore[union-attr, call-arg]
     for other in others[:2]:
-        with pytest.raises(NotPromoted, check=because("superseded"), match="later weights were sent before"):
+        with pytest.raises(NotPromoted, check=because("superseded")):
             other.wait(20)  # type: ignore[union-attr, call-arg]
     others[2].wait(20)  # type: ignore[union-attr, call-arg]
     assert serves(served, 4)
@@ -162,7 +169,7 @@ def test_what_an_interrupted_send_has_handed_over_is_sent_once(
             sender.send(TinyArtifact.values(3), wait=False)
         monkeypatch.undo()
         assert isinstance(superseded, Sending)
-        with pytest.raises(NotPromoted, match="later weights were sent"):
+        with pytest.raises(NotPromoted):
             superseded.wait(20)
     first.wait(20)
     while not serves(served, 3):
@@ -244,7 +251,7 @@ def test_weights_that_were_rolled_back_are_refused(tiny: TinyArtifact, weight_fi
     with model.receive(at), Sender(at, tiny.path) as sender:
         sender.send(tiny.values(1))
         model.rollback(by="operator")
-        with pytest.raises(NotPromoted, check=because("superseded"), match="were served, then rolled back by operator"):
+        with pytest.raises(NotPromoted, check=because("superseded")):
             sender.send(tiny.values(1))
         assert serves(model, 0)
         sender.send(tiny.values(2))
@@ -283,10 +290,6 @@ def in_memory(content: bytes) -> int:
     return descriptor
 
 
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 DESCRIPTORS: dict[str, tuple[Callable[[bytes], int | None], type[Exception], str]] = {
     "none": (lambda raw: None, TransferFailed, "no descriptor came"),
     "no weight file": (lambda raw: in_memory(b"x" * 100), WeightFileError, "header"),
@@ -310,7 +313,7 @@ def test_a_descriptor_that_cannot_be_served_is_refused(
 ) -> None:
     raw = weight_file(1).read_bytes()
     stamp = json.loads(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]["weightswap"])
-    before = open_descriptors()
+    before = descriptors()
     channel, descriptor = greeted(at, tiny), make(raw)
     outcome = offered(channel, descriptor, "0" * 64 if error is UnexpectedWeights else stamp["weights_id"])
     assert outcome.refusal is not None
@@ -327,7 +330,7 @@ def test_a_descriptor_that_cannot_be_served_is_refused(
         os.close(descriptor)
     receiver.stop()
     gc.collect()
-    assert open_descriptors() <= before + (says == "not a regular file")  # the pipe's other end
+    assert descriptors() <= before + (says == "not a regular file")  # the pipe's other end
 
 
 MESSAGES = {
@@ -371,13 +374,13 @@ def test_another_user_is_refused(at: str, tmp_path: Path, tiny: TinyArtifact) ->
 
 
 def test_descriptors_are_not_hoarded(receiver: Receiver, at: str) -> None:
-    before, descriptor = open_descriptors(), in_memory(b"x")
+    before, descriptor = descriptors(), in_memory(b"x")
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(at.removeprefix("unix:"))
         for _ in range(20):
             socket.send_fds(peer, [b"{"], [descriptor] * 3)
         time.sleep(0.2)
-        assert open_descriptors() <= before + 5
+        assert descriptors() <= before + 5
     os.close(descriptor)
     receiver.stop()
 
@@ -400,8 +403,7 @@ def test_who_comes_when_many_are_connected_is_told(
         sender.send(tiny.values(1))
     for other in others:
         other.close()
-    while receiver._connections:
-        time.sleep(0.01)
+    assert eventually(lambda: not receiver._connections)
     time.sleep(0.05)  # their threads end
     sender.send(tiny.values(1))
 
@@ -409,8 +411,7 @@ def test_who_comes_when_many_are_connected_is_told(
 def test_what_waits_is_sent_if_what_comes_later_is_refused(served: Model, receiver: Receiver, sender: Sender) -> None:
     with served.turn(lambda: None):
         first = sender.send(TinyArtifact.values(1), wait=False)
-        while receiver._connections == {}:
-            time.sleep(0.01)
+        assert eventually(lambda: bool(receiver._connections))
         second = sender.send(TinyArtifact.values(2), wait=False)
         with pytest.raises(WeightsMismatch):
             sender.send({"bias": torch.ones(5)})
@@ -421,7 +422,7 @@ def test_what_waits_is_sent_if_what_comes_later_is_refused(served: Model, receiv
 
 
 def test_a_sender_leaves_no_descriptor(at: str, tiny: TinyArtifact) -> None:
-    before = open_descriptors()
+    before = descriptors()
     for _ in range(3):
         sender = Sender(at, tiny.path)
 
@@ -434,7 +435,7 @@ def test_a_sender_leaves_no_descriptor(at: str, tiny: TinyArtifact) -> None:
             sender.send(items())
     del sender
     gc.collect()
-    assert open_descriptors() <= before
+    assert descriptors() <= before
 
 
 @pytest.mark.usefixtures("receiver")
@@ -451,14 +452,13 @@ def test_a_send_within_a_send_is_refused(sender: Sender) -> None:
 @pytest.mark.usefixtures("receiver")
 def test_a_forked_child_makes_its_own_sender(sender: Sender, served: Model) -> None:
     sender.send(TinyArtifact.values(1))
-    child = os.fork()
-    if not child:
-        try:
+
+    def child() -> bool:
+        with pytest.raises(TransferFailed, match="made before a fork"):
             sender.send(TinyArtifact.values(2))
-        except TransferFailed as error:
-            os._exit(7 if "made before a fork" in str(error) else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        return True
+
+    assert in_a_child(child)
     sender.send(TinyArtifact.values(3))
     assert serves(served, 3)
 
@@ -519,37 +519,25 @@ def test_a_trainer_that_is_killed_leaves_whole_weights(
         assert serves(served, int(served.history[-1].labels["seed"]))
 
 
-class Silent(threading.Thread):
-    """A receiver that welcomes a sender and then does nothing."""
-
-    def __init__(self, at: str, graph_id: str) -> None:
-        super().__init__(daemon=True)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(at.removeprefix("unix:"))
-        self._listener.listen()
-        self._graph_id, self.over = graph_id, threading.Event()
-
-    def run(self) -> None:
-        with self._listener:
-            channel = Channel(self._listener.accept()[0])
-            channel.receive(Greeting, Far)
-            channel.send(Welcome(), Far)
-            self.over.wait(30)
-            channel.close()
-
-
 def test_a_receiver_that_does_not_answer_is_given_up(tiny: TinyArtifact, at: str) -> None:
-    silent = Silent(at, tiny.manifest.graph_id)
-    silent.start()
-    with Sender(at, tiny.path, timeout=0.3) as sender, pytest.raises(TransferFailed, match="did not answer in time"):
-        sender.send(TinyArtifact.values(1))
-    silent.over.set()
-    silent.join()
+    def welcome() -> Channel:
+        channel = Channel(listener.accept()[0])
+        channel.receive(Greeting, Far)
+        channel.send(Welcome(), Far)
+        return channel
+
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(at.removeprefix("unix:"))
+        listener.listen()
+        silent = pool.submit(welcome)
+        with Sender(at, tiny.path, timeout=0.3) as sender, pytest.raises(TransferFailed, match="not answer in time"):
+            sender.send(TinyArtifact.values(1))
+        silent.result().close()
 
 
 def test_a_closed_sender_sends_nothing(tiny: TinyArtifact, at: str) -> None:
     sender = Sender(at, tiny.path)
     sender.close()
     sender.close()
-    with pytest.raises(TransferFailed, match="the sender was closed"):
+    with pytest.raises(TransferFailed):
         sender.send(TinyArtifact.values(1))

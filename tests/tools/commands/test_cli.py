@@ -1,9 +1,9 @@
-"""The command line as a build script and an operator use it, each command in a process of its own."""
+"""The command line as a build script and an operator use it."""
 
 from __future__ import annotations
 
 import json
-import subprocess
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import typer
 
-from tests.support import warm
+from tests.support.program import document, said
 
 RECIPE = """
 import torch
@@ -63,12 +63,12 @@ class Shell:
         (folder / "recipe.py").write_text(RECIPE)
 
     def __call__(self, *arguments: str, status: int = 0) -> str:
-        script = "from weightswap_tools.program import main; main()"
-        command = [warm.python(), "-c", script, *arguments]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
-        assert done.returncode == status, done.stderr
-        assert "Traceback" not in done.stderr
-        return done.stdout + done.stderr
+        with chdir(self.folder):
+            return said(*arguments, status=status)
+
+    def document(self, *arguments: str, status: int = 0) -> Any:
+        with chdir(self.folder):
+            return document(*arguments, status=status)
 
     def state(self) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(5)
@@ -101,7 +101,7 @@ def expected(shell: Shell) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["out.safetensors", "out.npz"])
 @pytest.mark.sampled(1)
 def test_run_writes_what_eager_gives(name: str, shell: Shell) -> None:
-    output = json.loads(shell("run", "net.artifact", "-w", "v1.safetensors", "-i", "in.npz", "-o", name, "--json"))
+    output = shell.document("run", "net.artifact", "-w", "v1.safetensors", "-i", "in.npz", "-o", name)
     assert output["outputs"] == {"y": "F32[3, 3]", "n": 3}
     path = shell.folder / name
     found = safetensors.torch.load_file(path) if path.suffix != ".npz" else {"y": torch.from_numpy(np.load(path)["y"])}
@@ -120,20 +120,19 @@ def test_inspect_an_artifact(shell: Shell) -> None:
         "forward(x: F32[batch, 4], parts: [F32[3]], *, scale: 2.0) -> {y: F32[batch, 3], n: 3}, batch in 0..8" in output
     )
     assert "linear.weight" in output
-    document = json.loads(shell("inspect", "net.artifact", "--json"))
-    assert document["total_bytes"] == 60
-    assert document["manifest"]["graph_id"] in output
+    told = shell.document("inspect", "net.artifact")
+    assert told["total_bytes"] == 60
+    assert told["manifest"]["graph_id"] in output
 
 
 def test_inspect_a_weight_file(shell: Shell) -> None:
     output = shell("inspect", "v1.safetensors")
     assert "label      step = 7" in output
     assert "label      note = a=b" in output
-    document = json.loads(shell("inspect", "v1.safetensors", "--json"))
-    assert document["stamp"]["weights_id"] in output
+    assert shell.document("inspect", "v1.safetensors")["stamp"]["weights_id"] in output
     safetensors.torch.save_file(shell.state(), shell.folder / "plain.safetensors")
     assert "not recorded" in shell("inspect", "plain.safetensors")
-    assert json.loads(shell("inspect", "plain.safetensors", "--json"))["stamp"] is None
+    assert shell.document("inspect", "plain.safetensors")["stamp"] is None
 
 
 @pytest.mark.slow
@@ -147,20 +146,20 @@ def test_a_delta_between_two_files(shell: Shell) -> None:
     files = ("one.packed.safetensors", "two.packed.safetensors")
     output = shell("delta", *files, "-o", "d.safetensors", "--label", "step=2")
     assert "changes     8 B of 24 B (33.33 %)" in output
-    made = json.loads(shell("delta", *files, "-o", "d.safetensors", "--json"))
+    made = shell.document("delta", *files, "-o", "d.safetensors")
     assert (made["changed"], made["nbytes"]) == (["bias"], 8)
     shown = shell("inspect", "d.safetensors")
     assert f"to         {made['weights_id']}" in shown
     assert "changes    bias, F32[2]: 1 range, 8 B" in shown
-    assert json.loads(shell("inspect", "d.safetensors", "--json"))["kind"] == "delta file"
-    receipts = json.loads(shell("swap", "m.artifact", files[0], "d.safetensors", "--json"))["receipts"]
+    assert shell.document("inspect", "d.safetensors")["kind"] == "delta file"
+    receipts = shell.document("swap", "m.artifact", files[0], "d.safetensors")["receipts"]
     ids = [receipt["weights_id"] for receipt in receipts]
     assert ids == [made["base"], made["weights_id"]]
     assert "BaseMismatch" in shell("swap", "m.artifact", files[1], "d.safetensors", status=1)
     shell("delta", *reversed(files), "-o", "back.safetensors")
     chain = ("d.safetensors", "back.safetensors", "d.safetensors")
     assert "changes     8 B\n" in shell("delta", "--merge", *chain, "-o", "merged.safetensors")
-    merged = json.loads(shell("delta", "--merge", *chain, "-o", "merged.safetensors", "--json"))
+    merged = shell.document("delta", "--merge", *chain, "-o", "merged.safetensors")
     assert merged == {**made, "path": "merged.safetensors", "total_bytes": None}
     assert "give two weight files, not 3" in shell("delta", *chain, "-o", "x.safetensors", status=2)
     assert "BaseMismatch" in shell("delta", "--merge", *chain[:2], *chain[1:], "-o", "x.safetensors", status=1)
@@ -176,14 +175,14 @@ def test_checkpoints_are_swapped_in_one_after_another(shell: Shell) -> None:
         weight_map[f"module.{name}"] = f"{name}.safetensors"
         safetensors.torch.save_file({f"module.{name}": tensor}, shards / f"{name}.safetensors")
     (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    weights_id = json.loads(shell("inspect", "v1.safetensors", "--json"))["stamp"]["weights_id"]
+    weights_id = shell.document("inspect", "v1.safetensors")["stamp"]["weights_id"]
     output = shell("swap", "net.artifact", "shards", "v1.safetensors", "--residency", "single")
     assert output.count(f"weights id  {weights_id}") == 2
     assert "generation  1: v1.safetensors" in output
-    receipts = json.loads(shell("swap", "net.artifact", "shards/model.safetensors.index.json", "--json"))["receipts"]
+    receipts = shell.document("swap", "net.artifact", "shards/model.safetensors.index.json")["receipts"]
     assert [receipt["weights_id"] for receipt in receipts] == [weights_id]
     assert "shards     linear.bias.safetensors, linear.weight.safetensors" in shell("inspect", "shards")
-    packed = json.loads(shell("pack", "shards", "net.artifact", "-o", "v2.safetensors", "--json"))
+    packed = shell.document("pack", "shards", "net.artifact", "-o", "v2.safetensors")
     assert packed["weights_id"] == weights_id
 
 
@@ -204,16 +203,16 @@ def test_an_adapter_that_computes(shell: Shell) -> None:
     assert "computed from q, k" in shell("inspect", "fused.artifact")
     parts = {"q": torch.rand(1, 4), "k": torch.rand(2, 4), "bias": torch.rand(3)}
     safetensors.torch.save_file(parts, shell.folder / "parts.safetensors")
-    swapped = json.loads(shell("swap", "fused.artifact", "parts.safetensors", "--json"))
-    packed = json.loads(shell("pack", "parts.safetensors", "fused.artifact", "-o", "fused.safetensors", "--json"))
+    swapped = shell.document("swap", "fused.artifact", "parts.safetensors")
+    packed = shell.document("pack", "parts.safetensors", "fused.artifact", "-o", "fused.safetensors")
     assert swapped["receipts"][0]["weights_id"] == packed["weights_id"]
 
 
 @pytest.mark.slow
 def test_recipes_may_return_a_tuple_and_be_modules(shell: Shell) -> None:
-    output = json.loads(shell("export", "recipe:pair", "-o", "pair.artifact", "--json"))
+    output = shell.document("export", "recipe:pair", "-o", "pair.artifact")
     assert output["weights"] == 2
-    again = json.loads(shell("export", "recipe.py:pair", "-o", "pair.artifact", "--json"))
+    again = shell.document("export", "recipe.py:pair", "-o", "pair.artifact")
     assert again["graph_id"] == output["graph_id"]
 
 
@@ -263,23 +262,20 @@ def test_refusals_have_a_reason_and_a_status(arguments: tuple[str, ...], status:
 
 
 def test_errors_are_documents_with_json(shell: Shell) -> None:
-    output = shell("run", "net.artifact", "-w", "v1.safetensors", "--json", status=1)
-    document = json.loads(output[: output.rindex("}") + 1])
-    assert document["error"] == "InputMismatch"
-    assert len(document["problems"]) == 2
+    told = shell.document("run", "net.artifact", "-w", "v1.safetensors", status=1)
+    assert told["error"] == "InputMismatch"
+    assert len(told["problems"]) == 2
 
 
 def test_a_refused_file_does_not_hide_those_before_it(shell: Shell) -> None:
-    output = shell("swap", "net.artifact", "v1.safetensors", "nowhere.safetensors", "--json", status=1)
-    document = json.loads(output[: output.rindex("}") + 1])
-    assert (document["error"], document["reason"]) == ("WeightFileError", "unreadable")
-    assert [receipt["source"] for receipt in document["receipts"]] == ["v1.safetensors"]
+    told = shell.document("swap", "net.artifact", "v1.safetensors", "nowhere.safetensors", status=1)
+    assert (told["error"], told["reason"]) == ("WeightFileError", "unreadable")
+    assert [receipt["source"] for receipt in told["receipts"]] == ["v1.safetensors"]
 
 
-@pytest.mark.parametrize("command", [(), ("export",), ("pack",), ("inspect",), ("run",), ("swap",)])
-def test_every_command_has_help(command: tuple[str, ...], shell: Shell) -> None:
-    output = shell(*command, "--help")
-    assert "Usage: " in output
+def test_every_command_has_help(shell: Shell) -> None:
+    for command in ((), ("export",), ("pack",), ("inspect",), ("run",), ("swap",)):
+        assert "Usage: " in shell(*command, "--help")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def build():
 """
 COMMANDS = {
     "inspect a file": ["inspect", "v1.safetensors"],
+    "inspect in JSON": ["inspect", "v1.safetensors", "--json"],
     "inspect an artifact": ["inspect", EVIL],
     "inspect a tree": ["inspect", "odd.safetensors", "--tree"],
     "diff": ["diff", "v1.safetensors", "odd.safetensors", "--fail-if", "changed"],

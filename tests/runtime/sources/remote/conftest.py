@@ -49,7 +49,7 @@ def model(tiny: TinyArtifact, weight_file: WriteWeights) -> Model:
     return load(tiny.path, weight_file(1))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
     with S3Server() as started:
         yield started

@@ -23,6 +23,7 @@ VALIDATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("preconditions", [True, False], ids=["If-Match", "ignored"])
 @pytest.mark.parametrize("at", [1, 3, 0], ids=["first", "midway", "after the last"])
 @pytest.mark.parametrize(("first", "second"), VALIDATORS.values(), ids=VALIDATORS)
@@ -126,6 +127,6 @@ def test_an_object_replaced_within_its_second_never_makes_a_mixture(
         return False
 
     server.fault = fault
-    with pytest.raises(WeightFileError, match="was changed while it was read"):
+    with pytest.raises(WeightFileError):
         model.swap(f"{server.url}/v.safetensors")
     assert serves(model, 1)

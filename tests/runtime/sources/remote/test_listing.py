@@ -85,6 +85,7 @@ def test_an_unreachable_store_is_reported_at_the_first_poll(model: Model, monkey
     assert Away.logins == logins + 1  # fsspec caches one instance per thread
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_hub_is_watched(hf_bucket: HubBucket, model: Model, weight_file: WriteWeights) -> None:
     with model.watch(hf_bucket.url(""), interval=0.02):
         for seed in (2, 3):

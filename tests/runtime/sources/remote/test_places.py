@@ -20,7 +20,7 @@ from tests.runtime.sources.remote.answers import (
     status,
     too_much,
 )
-from tests.runtime.test_public import imported_by
+from tests.support import warm
 from tests.support.servers import WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_exporter import pack
@@ -190,27 +190,34 @@ def test_neighbours_are_named(url: str, name: str, joined: str) -> None:
     assert (Url(url).parent / name).raw == joined
 
 
-def test_local_paths_need_no_fsspec(weight_file: WriteWeights) -> None:
-    code = f"from weightswap_runtime.format.weight_set import open_weights\nopen_weights({str(weight_file(1))!r})"
-    assert not {"fsspec", "aiohttp", "weightswap_runtime.sources.remote"} & imported_by(code)
-
-
 EXTRA = {
-    "fsspec": "memory://v",
-    "aiohttp": "https://h/v",
-    "s3fs": "s3://b/v",
-    "gcsfs": "gs://b/v",
     "huggingface_hub": "hf://o/r/v",
+    "gcsfs": "gs://b/v",
+    "s3fs": "s3://b/v",
+    "aiohttp": "https://h/v",
+    "fsspec": "memory://v",
 }
 
 
-@pytest.mark.parametrize(("module", "url"), EXTRA.items(), ids=EXTRA)
-def test_a_missing_extra_is_named(module: str, url: str) -> None:
-    code = f"import sys\nsys.modules[{module!r}] = None\nfrom weightswap_runtime import WeightFile, MissingExtra\n"
-    code += f"try:\n    WeightFile({url!r})\nexcept MissingExtra as error:\n    print(error)"
+def test_a_missing_extra_is_named() -> None:
+    code = f"""
+import os, sys
+from weightswap_runtime import WeightFile, MissingExtra
+for module, url in {EXTRA}.items():
+    if not os.fork():
+        sys.modules[module] = None
+        try:
+            WeightFile(url)
+        except MissingExtra as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    protocol = url.partition(":")[0]
-    assert done.stdout == f"reading {protocol}:// needs the extra `remote`: pip install 'weightswap[remote]'\n"
+    assert done.stdout.splitlines() == [
+        f"reading {url.partition(':')[0]}:// needs the extra `remote`: pip install 'weightswap[remote]'"
+        for url in EXTRA.values()
+    ]
 
 
 def test_a_forked_child_opens_again(weight_file: WriteWeights, server: WebServer) -> None:
@@ -233,7 +240,7 @@ print(os.waitpid(pid, 0)[1])
 parent.check_unchanged()
 """
     head = f"import weightswap_runtime.sources.web as web\nweb.HEAD_BYTES = {DATA_START}\n"
-    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([warm.python(), "-c", head + code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines() == [
         f"{url}: was opened before this process was forked; open it again",
         "True",

@@ -83,14 +83,6 @@ def test_a_delta_is_taken_by_url(model: Model, weight_file: WriteWeights, tmp_pa
     assert serves(model, 2)
 
 
-def test_a_staging_in_the_background_has_a_rate(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
-    url = server.put("v2.safetensors", weight_file(2).read_bytes())
-    with model.stage(url, background=True, rate_limit=1e6) as staged:
-        assert staged.wait(30).progress.phase == "staged"
-        staged.commit()
-    assert serves(model, 2)
-
-
 def test_large_objects_arrive_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: WebServer) -> None:
     monkeypatch.setattr(objects, "RANGE_BYTES", 1 << 20)
     values = random_values(5_000_000, 0, 17, 3_333_333, 1 << 20, 1, 9_000_001)
