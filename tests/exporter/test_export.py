@@ -321,6 +321,10 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         weighing(torch.ones(3).cdouble()),
         "weight: torch.complex128 is not a .*Make it complex64",
     ),
+    "an offset in a larger tensor": (
+        Does(lambda m, x: m.part[1:].as_strided((3,), (1,), 4) * x, part=nn.Buffer(torch.ones(9)[2:])),
+        r"as_strided\(storage_offset=\) counts from the start of the memory that 'part' is a part of",
+    ),
     "a sparse attribute": (adjacent(), r"method 'forward': edges is a torch\.sparse_coo tensor"),
     "a name with underscores": (named("__w__"), NO_NAME),
     "a name with an apostrophe": (named("a'b"), NO_NAME),

@@ -14,9 +14,8 @@ from torch import nn
 
 from tests.support.compiled import WIDTH, needs_compiler
 from tests.support.models import Does
-from tests.support.setups import loaded
-from weightswap_exporter import compile_engines, export, pack
-from weightswap_exporter.parity import verify
+from tests.support.setups import different, loaded
+from weightswap_exporter import compile_engines, export
 from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported
 
 pytestmark = needs_compiler
@@ -116,14 +115,39 @@ def test_a_row_by_a_small_matrix_calls_no_library(tmp_path: Path, width: int, ca
     assert (b"aoti_torch_cpu_mm_out" in library) == calls
 
 
-@pytest.mark.slow
-def test_reductions_of_bytes_that_begin_with_zero_are_refused(tmp_path: Path) -> None:
-    """torch 2.13 compiles the least byte of an image to 0 on the CPU."""
-    darkest = Does(lambda m, x: x.flatten(1).amin(1))
-    artifact = export(darkest, (torch.randint(60, 200, (2, 3, 4, 4), dtype=torch.uint8),), out=tmp_path / "a")
-    with pytest.raises(CaptureError, match="forward with positive values: output: other integers"):
-        compile_engines(artifact, ["aoti"])
-    made = compile_engines(artifact, ["aoti"], trial=False)
-    weights = pack(darkest, made, out=tmp_path / "w.safetensors").path
-    found = verify(made, weights, engines=["aoti"]).problems
-    assert ["random with positive values" in problem for problem in found] == [True]
+class Exact(nn.Module):
+    """What AOTInductor computes otherwise: extremes of bytes (pytorch#191499), and divisions that are rounded down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype, least in ((torch.uint8, 90), (torch.int8, 20), (torch.int8, -120)):
+            for width in (16, 100):
+                values = torch.randint(least, least + 70, (3, width)).to(dtype)
+                self.register_buffer(f"bytes_{least + 120}_{width}", values)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        found = [x % y, x % (2 * torch.pi), torch.remainder(x, -0.1), torch.remainder(7.5, y), x.clone().remainder_(y)]
+        if x.dtype.itemsize > 2:  # eager rounds each step of a quotient of half precision
+            down = torch.div(x, y, rounding_mode="floor")
+            found += [x // y, x // 0.1, x // -0.1, down, 3.0 // y, x.clone().floor_divide_(y), x // 0.0]
+        for each in (*self.buffers(), (torch.nan_to_num(x).sigmoid() * 100 + 50).to(torch.uint8)[None]):
+            found += [each.amin(1), each.amax(0), each.min(), each.max(), each.argmin(1), each.argmax()]
+            found += [*each.min(1), *each.max(0, keepdim=True), *torch.aminmax(each, dim=1), each.cummin(1).values]
+        return found
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.half))]
+)
+def test_bytes_and_the_last_digits_are_those_of_eager(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    special = [1e4, -3e4, 0.0, -0.0, 1.0, 0.7, torch.inf, -torch.inf, torch.nan, 5.0, 2.0**31]
+    divisors = [6.25, 0.1, 3.0, 2.0, 0.1, 0.1, 3.0, 3.0, 3.0, torch.nan, 3.0]
+    x = torch.cat([torch.tensor(special), 1000 * torch.randn(90)]).to(dtype)
+    y = torch.cat([torch.tensor(divisors), torch.randn(90)]).to(dtype)
+    artifact = compile_engines(export(Exact(), (x, y), out=tmp_path / "a"), ["aoti"], trial=False)
+    for seed in range(2):
+        eager = different(Exact, seed)
+        model = loaded(artifact, tmp_path, eager, engine="aoti")
+        for found, expected in zip(model(x, y), eager(x, y), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
