@@ -21,16 +21,16 @@ from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.model.loading import load
 from weightswap_runtime.model.model import Model
 from weightswap_tools.reports.blocks import (
+    Axis,
     Block,
     Cell,
     Column,
     Facts,
-    Lane,
+    Line,
+    LinePlot,
     Note,
     Report,
     Section,
-    Span,
-    Timeline,
     table_of,
 )
 from weightswap_tools.reports.page import write_report
@@ -226,7 +226,7 @@ def _swaps_reported(path: Path | None, model: Model) -> Iterator[None]:
 
 
 def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "") -> Report:
-    """Return a report with facts, a timeline, and a row for each commit."""
+    """Return a report with facts, a plot of the times, and a row for each commit."""
     facts = (
         ("artifact", str(model.artifact.path)),
         ("graph id", model.graph_id),
@@ -238,8 +238,7 @@ def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "
     notes: tuple[Block, ...] = (Note(refusal, "bad"),) if refusal else ()
     swaps: tuple[Block, ...] = (Note("nothing was committed"),)
     if receipts:
-        timeline = Timeline((Lane("swaps", tuple(_spans(receipts))),), "From the first byte to the commit.")
-        swaps = (timeline, table_of(receipts, _COLUMNS))
+        swaps = (_plot(receipts), table_of(receipts, _COLUMNS))
     sections = (Section("Model", (Facts(facts), *notes)), Section("Swaps", swaps))
     verdict = "refused" if refusal else plural(len(receipts), "commit")
     return Report("Swaps", str(model.artifact.path), sections, verdict, not refusal)
@@ -251,13 +250,15 @@ def _engine_text(model: Model) -> str:
     return f"{model.engine}; torch runs {', '.join(others)}" if others else model.engine
 
 
-def _spans(receipts: Sequence[SwapReceipt]) -> Iterator[Span]:
-    """Yield the phases of each commit, in seconds from the start of the first."""
-    phases = [(receipt.seconds_staged, receipt.seconds_verified, receipt.seconds_paused) for receipt in receipts]
-    starts = [receipt.committed_at - sum(lengths) for receipt, lengths in zip(receipts, phases, strict=True)]
-    first = min(starts)
-    for receipt, lengths, start in zip(receipts, phases, starts, strict=True):
-        at = start - first
-        for kind, length in zip(("staged", "verified", "paused"), lengths, strict=True):
-            yield Span(at, at + length, f"generation {receipt.generation}, {kind}: {receipt.source}", kind)
-            at += length
+def _plot(receipts: Sequence[SwapReceipt]) -> LinePlot:
+    """Return a plot with a line for each phase; a pause is many times shorter than the staging, hence the scale."""
+    phases: dict[str, Callable[[SwapReceipt], float]] = {
+        "staged": lambda receipt: receipt.seconds_staged,
+        "verified": lambda receipt: receipt.seconds_verified,
+        "paused": lambda receipt: receipt.seconds_paused,
+    }
+    lines = tuple(
+        Line(name, tuple((receipt.generation, seconds(receipt) * 1e3) for receipt in receipts))
+        for name, seconds in phases.items()
+    )
+    return LinePlot(lines, Axis("generation"), Axis("time", "ms", "log"), "The phases of each swap")
