@@ -39,19 +39,6 @@ class DeploymentSpec(NamedTuple):
         return blake3(f"{self.graph_id}\n{self.desired_store}".encode()).hexdigest()[:12]
 
 
-class PrepareRequest(NamedTuple):
-    """A change of all nodes together, once all of them can make it."""
-
-    id: str
-    revision: int  # of the desired store, before the change
-    source: str
-    weights: DesiredWeights
-    # seconds without a message after which a node reads the desired store, and discards what is not desired there
-    lease: float
-    is_rollback: bool = False  # goes ahead of all that is not decided; weights that are still in memory are not read
-    reader: str = ""  # the node that reads a URL for all; empty: each reads
-
-
 class FleetPlan(NamedTuple):
     """The plan of a trial of weights before all nodes serve them."""
 
@@ -92,38 +79,28 @@ class FleetPlan(NamedTuple):
         return bool(self.steps) and not self.promote_if and elapsed >= len(self.steps) * self.step_seconds
 
 
-class TrialRequest(NamedTuple):
-    """A trial on all nodes. Its fields are those of a `PrepareRequest`; `weights.since` is the start of the trial."""
+class PrepareRequest(NamedTuple):
+    """A change of all nodes together, once all of them can make it, or a trial on them."""
 
     id: str
+    revision: int  # of the desired store, before the change; 0: a trial's, which does not change it
     source: str
-    weights: DesiredWeights
-    plan: FleetPlan
-    lease: float = TRIAL_LEASE
-    reader: str = ""
+    weights: DesiredWeights  # their `since` is the start of a trial
+    # seconds without a message after which a node reads the desired store, and discards what is not desired there
+    lease: float
+    is_rollback: bool = False  # goes ahead of all that is not decided; weights that are still in memory are not read
+    reader: str = ""  # the node that reads a URL for all; empty: each reads
+    plan: FleetPlan = FleetPlan()  # of a trial; without a meaning for a change
 
 
-class PrepareReply(NamedTuple):
-    """The answer of a node that has the verified weights of a change."""
+class NodeReceipt(NamedTuple):
+    """A node's part in a change. Of one that has only prepared it, or a trial, the last two are not known yet."""
 
-    seconds: float
-    resident: bool  # they were still in its memory
+    seconds_staged: float
+    resident: bool  # the weights were still in its memory
     verified: str
-
-
-class CommitReply(NamedTuple):
-    """The answer of a node after its commit."""
-
-    at: float  # by the node's clock, in seconds since the epoch
-    generation: int
-
-
-class Attachment(NamedTuple):
-    """A replica's access to its node's memory."""
-
-    agent: int  # process id, through which the descriptors are opened
-    descriptors: tuple[int, ...]
-    slot: int  # its number in the memory's control page
+    committed_at: float | None = None  # in seconds since the epoch; None if it has read the decision itself
+    generation: int | None = None
 
 
 class NodeStatus(NamedTuple):
@@ -157,32 +134,21 @@ class NodeStatus(NamedTuple):
 class NodeMethods(Protocol):
     """What other processes of a fleet may ask of a node's agent: the coordinator, and the node's replicas."""
 
-    def attach(self, pid: int, spec: DeploymentSpec) -> Attachment: ...
+    def attach(self, pid: int, spec: DeploymentSpec) -> tuple[int, tuple[int, ...], int]: ...
     def report(self, pid: int, metrics: str, spec: DeploymentSpec) -> None: ...
     def add_measures(self, text: str) -> None: ...
     def status(self) -> NodeStatus: ...
     def metrics(self) -> str: ...
     def reconcile_soon(self) -> None: ...
 
-    def prepare(self, request: PrepareRequest) -> PrepareReply: ...
+    def prepare(self, request: PrepareRequest) -> NodeReceipt: ...
     def renew(self, change_id: str) -> bool: ...
-    def commit(self, change_id: str, revision: int) -> CommitReply: ...
+    def commit(self, change_id: str, revision: int) -> tuple[float, int]: ...
     def discard(self, change_id: str) -> None: ...
 
-    def prepare_trial(self, request: TrialRequest) -> PrepareReply: ...
+    def prepare_trial(self, request: PrepareRequest) -> NodeReceipt: ...
     def continue_trial(self, trial_id: str, share: float) -> Measured: ...
-    def end_trial(self, trial_id: str) -> None: ...
-    def trial(self) -> TrialRequest | None: ...
-
-
-class NodeReceipt(NamedTuple):
-    """A node's part in a change."""
-
-    seconds_staged: float
-    resident: bool  # the weights were still in its memory
-    verified: str
-    committed_at: float | None  # in seconds since the epoch; None if it has read the decision itself
-    generation: int | None
+    def trial(self) -> PrepareRequest | None: ...
 
 
 class FleetReceipt(NamedTuple):

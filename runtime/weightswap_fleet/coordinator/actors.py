@@ -29,8 +29,8 @@ from weightswap_fleet.documents import (
     FleetReceipt,
     NodeMethods,
     NodeStatus,
+    PrepareRequest,
     TrialReport,
-    TrialRequest,
 )
 from weightswap_fleet.errors import UnknownFleet
 from weightswap_fleet.node.agent import NodeAgent, joined
@@ -122,7 +122,8 @@ class Coordinator:
             nodes, desired_store = RayNodes(spec), DesiredStore(spec.desired_store)
             state = desired_store.read() if known.base else DesiredState()
             weights = desired_store.located(described(source, known, by, why, state))
-            request = TrialRequest(uuid.uuid4().hex, source, weights, plan, reader=reader_of(nodes))
+            reader = reader_of(nodes)
+            request = PrepareRequest(uuid.uuid4().hex, 0, source, weights, TRIAL_LEASE, reader=reader, plan=plan)
             trial = FleetTrial(request, nodes)
             trial.begin(remaining.prepare)
             self._trial = trial
