@@ -18,7 +18,7 @@ from weightswap_fleet.coordinator.agreement import Agreement, FleetTrial
 from weightswap_fleet.documents import DeploymentSpec, NodeMethods, PrepareRequest
 from weightswap_fleet.node.agent import NodeAgent
 from weightswap_fleet.node.memory import NodeMemory
-from weightswap_fleet.node.relay import ObjectDescription, Relay, RelayMethods
+from weightswap_fleet.node.relay import Relay, RelayMethods
 from weightswap_runtime import DesiredState, DesiredStore, DesiredWeights, Event, write_delta
 from weightswap_runtime.following.desired_store import known_weights
 
@@ -67,7 +67,7 @@ class RemoteRelay:
     def __init__(self, relay: RelayMethods, before: Callable[[str], None]) -> None:
         self._relay, self._before = relay, before
 
-    def describe(self, url: str) -> ObjectDescription | None:
+    def describe(self, url: str) -> tuple[int, str] | None:
         self._before("describe")
         return self._relay.describe(url)
 

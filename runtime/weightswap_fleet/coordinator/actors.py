@@ -34,7 +34,7 @@ from weightswap_fleet.documents import (
 )
 from weightswap_fleet.errors import UnknownFleet
 from weightswap_fleet.node.agent import NodeAgent, joined
-from weightswap_fleet.node.relay import ObjectDescription, Relay, RelayMethods
+from weightswap_fleet.node.relay import Relay, RelayMethods
 from weightswap_runtime.errors import (
     StageClosed,
     StagingBusy,
@@ -409,7 +409,7 @@ class _AgentActor(NodeAgent):
         threading.Thread(target=_end_when_idle, args=(self,), name="weightswap-idle", daemon=True).start()
 
     @_beside_others
-    def describe(self, url: str) -> ObjectDescription | None:
+    def describe(self, url: str) -> tuple[int, str] | None:
         return self._reader.describe(url)
 
     @_beside_others
@@ -456,8 +456,8 @@ class RemoteRelay:
     def __init__(self, actor: ActorHandle[Any]) -> None:
         self._actor = actor
 
-    def describe(self, url: str) -> ObjectDescription | None:
-        found: ObjectDescription | None = ray.get(send(self._actor, RelayMethods.describe, url), timeout=_CHUNK)
+    def describe(self, url: str) -> tuple[int, str] | None:
+        found: tuple[int, str] | None = ray.get(send(self._actor, RelayMethods.describe, url), timeout=_CHUNK)
         return found
 
     def chunk(self, url: str, tag: str, number: int) -> Any:
