@@ -34,8 +34,7 @@ from weightswap_server.http.bodies import refusal
 from weightswap_server.service.service import Service
 from weightswap_server.workers.trials import WorkerTrials
 
-from .documents import DeploymentSpec, NodeMethods, NodeStatus
-from .errors import StaleReplica
+from .documents import DeploymentSpec, NodeMethods, NodeStatus, StaleReplica
 
 MIN_REVISION = "weightswap-min-revision"  # request header: the least revision that may answer it
 REVISION = "weightswap-revision"  # response header: the revision for later requests of the client

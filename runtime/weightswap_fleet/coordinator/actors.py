@@ -31,8 +31,8 @@ from weightswap_fleet.documents import (
     NodeStatus,
     PrepareRequest,
     TrialReport,
+    UnknownFleet,
 )
-from weightswap_fleet.errors import UnknownFleet
 from weightswap_fleet.node.agent import NodeAgent, joined
 from weightswap_fleet.node.relay import Relay, RelayMethods
 from weightswap_runtime.errors import (

@@ -19,12 +19,14 @@ from msgspec.structs import replace
 
 from weightswap_fleet.documents import (
     FleetReceipt,
+    FleetRefused,
+    FleetUndecided,
     NodeMethods,
     NodeReceipt,
     PrepareRequest,
     TrialReport,
+    UnknownFleet,
 )
-from weightswap_fleet.errors import FleetRefused, FleetUndecided, UnknownFleet
 from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClosed, Unsupported, check_said, text_of
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights, check_promotable, find_good
 from weightswap_runtime.following.desired_store import DesiredStore, Known, described

@@ -22,9 +22,8 @@ from weightswap_runtime.shared.owner import own
 from weightswap_server.workers.child_main import Totals
 
 from .changes import NodeChanges
-from .memory import NodeMemory, Slots
+from .memory import NodeMemory, NodeWeights, Slots
 from .relay import Relay
-from .weights import NodeWeights
 
 _MOST_REPLICAS = 64  # of one node
 _log = logging.getLogger("weightswap.fleet")

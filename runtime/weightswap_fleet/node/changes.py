@@ -33,7 +33,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_server.canary import CanaryAnalysis, Measured
 from weightswap_server.workers.trials import read_measures
 
-from .weights import NodeWeights
+from .memory import NodeWeights
 
 _SILENT = 30.0  # seconds without a read of the desired store, after which a node reports it
 _log = logging.getLogger("weightswap.fleet")
