@@ -51,6 +51,8 @@ from weightswap_tools.terminal import (
     warnings_said,
 )
 
+from .weights import time_text
+
 _VERIFIED = {"goldens": "recorded outputs are reproduced", "finite": "outputs of recorded calls are finite"}
 _POLL_SECONDS = 0.2  # to notice that the watcher has ended by itself
 swap_command = typer.Typer(add_completion=False)
@@ -208,6 +210,7 @@ _COLUMNS: tuple[tuple[Column, Callable[[SwapReceipt], Cell]], ...] = (
     (Column("staged, ms", "number"), lambda receipt: round(receipt.seconds_staged * 1e3, 4)),
     (Column("verified, ms", "number"), lambda receipt: round(receipt.seconds_verified * 1e3, 4)),
     (Column("paused, ms", "number"), lambda receipt: round(receipt.seconds_paused * 1e3, 4)),
+    (Column("committed"), lambda receipt: time_text(receipt.committed_at)),
 )
 
 
