@@ -38,7 +38,7 @@ from weightswap_exporter.engines.compiling import (
     with_files,
     write_files,
 )
-from weightswap_exporter.engines.rank_check import try_ranks
+from weightswap_exporter.engines.engine_check import try_ranks
 from weightswap_exporter.modules.libraries import Declared, Groups, base_alone, find_groups, peft_base, without_cache
 from weightswap_exporter.modules.parallel import Parallel, as_rank, check_plan
 from weightswap_exporter.modules.tensors import ModelView, computed_anew, plain_buffers, unwrapped

@@ -389,45 +389,37 @@ def _digest(value: torch.Tensor) -> str:
     return " ".join(digest_of(pieces(part)) for part in parts)
 
 
-class _BufferPlace(NamedTuple):
-    """A buffer, the dict and key that hold it in its module, and a copy of its values."""
-
-    fqn: str
-    owner: dict[str, torch.Tensor | None]
-    key: str
-    tensor: torch.Tensor
-    values: torch.Tensor
-
-
 class _Buffers:
     """Buffers of a model. `initial` has the values, before each call, of those that a call may change."""
 
     def __init__(self, view: ModelView, initial: Mapping[str, torch.Tensor]) -> None:
         self._initial = initial
-        self._buffers = []
-        for fqn, buffer in view.buffers.items():
-            path, _, key = fqn.rpartition(".")
-            owner = view.model.get_submodule(path)._buffers
-            self._buffers.append(_BufferPlace(fqn, owner, key, buffer, buffer.detach().clone()))
+        self._buffers = {
+            fqn: (view.model.get_submodule(fqn.rpartition(".")[0]), buffer, buffer.detach().clone())
+            for fqn, buffer in view.buffers.items()
+        }
 
     def reset(self) -> None:
-        for fqn, owner, key, tensor, _ in self._buffers:
+        for fqn in self._buffers:
             if fqn in self._initial:
-                owner[key] = tensor  # a call may have assigned another tensor
-                tensor.copy_(self._initial[fqn])
+                self._put(fqn, self._initial[fqn])
 
     def changed(self) -> list[str]:
-        return [buffer.fqn for buffer in self._buffers if buffer.fqn not in self._initial and _is_changed(buffer)]
+        return [fqn for fqn in self._buffers if fqn not in self._initial and self._is_changed(fqn)]
 
     def restore(self) -> None:
-        for buffer in self._buffers:
-            if _is_changed(buffer):
-                buffer.owner[buffer.key] = buffer.tensor
-                buffer.tensor.copy_(buffer.values)
+        for fqn, (_, _, values) in self._buffers.items():
+            if self._is_changed(fqn):
+                self._put(fqn, values)
 
+    def _put(self, fqn: str, values: torch.Tensor) -> None:
+        module, buffer, _ = self._buffers[fqn]
+        module._buffers[fqn.rpartition(".")[2]] = buffer  # a call may have assigned another tensor
+        buffer.copy_(values)
 
-def _is_changed(buffer: _BufferPlace) -> bool:
-    return buffer.owner.get(buffer.key) is not buffer.tensor or not _same_bits(buffer.values, buffer.tensor)
+    def _is_changed(self, fqn: str) -> bool:
+        module, buffer, values = self._buffers[fqn]
+        return module._buffers.get(fqn.rpartition(".")[2]) is not buffer or not _same_bits(values, buffer)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -12,8 +12,18 @@ from typing import TYPE_CHECKING
 from weightswap_fleet.coordinator.agreement import Deadlines
 from weightswap_runtime.errors import MissingExtra
 
-from .documents import FleetPlan, FleetReceipt, NodeReceipt, NodeStatus, TrialReport
-from .errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
+from .documents import (
+    FleetError,
+    FleetPlan,
+    FleetReceipt,
+    FleetRefused,
+    FleetUndecided,
+    NodeReceipt,
+    NodeStatus,
+    StaleReplica,
+    TrialReport,
+    UnknownFleet,
+)
 
 if TYPE_CHECKING:
     from .client import Fleet, FleetClient, connect

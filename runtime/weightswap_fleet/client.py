@@ -28,8 +28,16 @@ from weightswap_runtime.errors import DesiredError, Unsupported
 from weightswap_runtime.following.desired_state import DesiredState
 from weightswap_runtime.sources.location import as_location, fixed_text
 
-from .documents import FleetPlan, FleetReceipt, NodeStatus, TrialReport
-from .errors import FleetError, FleetUndecided, StaleReplica, UnknownFleet
+from .documents import (
+    FleetError,
+    FleetPlan,
+    FleetReceipt,
+    FleetUndecided,
+    NodeStatus,
+    StaleReplica,
+    TrialReport,
+    UnknownFleet,
+)
 from .replica import FleetAnswer
 
 R = TypeVar("R")

@@ -32,8 +32,7 @@ from weightswap_server.serving import default_name
 from weightswap_server.settings import Settings
 from weightswap_server.signed_weights import requires
 
-from .documents import DeploymentSpec
-from .errors import UnknownFleet
+from .documents import DeploymentSpec, UnknownFleet
 from .replica import Replica
 
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)

@@ -1,13 +1,22 @@
-"""The messages between a fleet's processes, the methods that carry them, and the receipts for its users."""
+"""The messages between a fleet's processes, the methods that carry them, and the receipts and errors for its users.
+
+WeightswapError
+`-- FleetError
+    |-- FleetRefused     a node cannot take the weights, so no node has changed
+    |-- FleetUndecided   it is unknown if the change was written; all nodes follow the desired store
+    |-- UnknownFleet     no fleet of that name is deployed
+    `-- StaleReplica     a replica serves an older revision than its client has seen
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 from blake3 import blake3
 
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.errors import MOST_OF_A_PROBLEM, Unsupported, WeightswapError, brief, plural, text_of
 from weightswap_runtime.following.desired_state import DesiredWeights
 from weightswap_server.canary import DEFAULT_ABORT, CanaryPlan, Measured, check_plan
 from weightswap_server.settings import Settings
@@ -37,19 +46,6 @@ class DeploymentSpec(NamedTuple):
     def key(self) -> str:
         """The key of the shared memory: replicas of another graph or desired store have agents of their own."""
         return blake3(f"{self.graph_id}\n{self.desired_store}".encode()).hexdigest()[:12]
-
-
-class PrepareRequest(NamedTuple):
-    """A change of all nodes together, once all of them can make it."""
-
-    id: str
-    revision: int  # of the desired store, before the change
-    source: str
-    weights: DesiredWeights
-    # seconds without a message after which a node reads the desired store, and discards what is not desired there
-    lease: float
-    is_rollback: bool = False  # goes ahead of all that is not decided; weights that are still in memory are not read
-    reader: str = ""  # the node that reads a URL for all; empty: each reads
 
 
 class FleetPlan(NamedTuple):
@@ -92,38 +88,28 @@ class FleetPlan(NamedTuple):
         return bool(self.steps) and not self.promote_if and elapsed >= len(self.steps) * self.step_seconds
 
 
-class TrialRequest(NamedTuple):
-    """A trial on all nodes. Its fields are those of a `PrepareRequest`; `weights.since` is the start of the trial."""
+class PrepareRequest(NamedTuple):
+    """A change of all nodes together, once all of them can make it, or a trial on them."""
 
     id: str
+    revision: int  # of the desired store, before the change; 0: a trial's, which does not change it
     source: str
-    weights: DesiredWeights
-    plan: FleetPlan
-    lease: float = TRIAL_LEASE
-    reader: str = ""
+    weights: DesiredWeights  # their `since` is the start of a trial
+    # seconds without a message after which a node reads the desired store, and discards what is not desired there
+    lease: float
+    is_rollback: bool = False  # goes ahead of all that is not decided; weights that are still in memory are not read
+    reader: str = ""  # the node that reads a URL for all; empty: each reads
+    plan: FleetPlan = FleetPlan()  # of a trial; without a meaning for a change
 
 
-class PrepareReply(NamedTuple):
-    """The answer of a node that has the verified weights of a change."""
+class NodeReceipt(NamedTuple):
+    """A node's part in a change. Of one that has only prepared it, or a trial, the last two are not known yet."""
 
-    seconds: float
-    resident: bool  # they were still in its memory
+    seconds_staged: float
+    resident: bool  # the weights were still in its memory
     verified: str
-
-
-class CommitReply(NamedTuple):
-    """The answer of a node after its commit."""
-
-    at: float  # by the node's clock, in seconds since the epoch
-    generation: int
-
-
-class Attachment(NamedTuple):
-    """A replica's access to its node's memory."""
-
-    agent: int  # process id, through which the descriptors are opened
-    descriptors: tuple[int, ...]
-    slot: int  # its number in the memory's control page
+    committed_at: float | None = None  # in seconds since the epoch; None if it has read the decision itself
+    generation: int | None = None
 
 
 class NodeStatus(NamedTuple):
@@ -157,32 +143,21 @@ class NodeStatus(NamedTuple):
 class NodeMethods(Protocol):
     """What other processes of a fleet may ask of a node's agent: the coordinator, and the node's replicas."""
 
-    def attach(self, pid: int, spec: DeploymentSpec) -> Attachment: ...
+    def attach(self, pid: int, spec: DeploymentSpec) -> tuple[int, tuple[int, ...], int]: ...
     def report(self, pid: int, metrics: str, spec: DeploymentSpec) -> None: ...
     def add_measures(self, text: str) -> None: ...
     def status(self) -> NodeStatus: ...
     def metrics(self) -> str: ...
     def reconcile_soon(self) -> None: ...
 
-    def prepare(self, request: PrepareRequest) -> PrepareReply: ...
+    def prepare(self, request: PrepareRequest) -> NodeReceipt: ...
     def renew(self, change_id: str) -> bool: ...
-    def commit(self, change_id: str, revision: int) -> CommitReply: ...
+    def commit(self, change_id: str, revision: int) -> tuple[float, int]: ...
     def discard(self, change_id: str) -> None: ...
 
-    def prepare_trial(self, request: TrialRequest) -> PrepareReply: ...
+    def prepare_trial(self, request: PrepareRequest) -> NodeReceipt: ...
     def continue_trial(self, trial_id: str, share: float) -> Measured: ...
-    def end_trial(self, trial_id: str) -> None: ...
-    def trial(self) -> TrialRequest | None: ...
-
-
-class NodeReceipt(NamedTuple):
-    """A node's part in a change."""
-
-    seconds_staged: float
-    resident: bool  # the weights were still in its memory
-    verified: str
-    committed_at: float | None  # in seconds since the epoch; None if it has read the decision itself
-    generation: int | None
+    def trial(self) -> PrepareRequest | None: ...
 
 
 class FleetReceipt(NamedTuple):
@@ -225,3 +200,41 @@ class TrialReport(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, as plain values."""
         return self._asdict() | {"plan": self.plan._asdict()}
+
+
+class FleetError(WeightswapError):
+    """An error of a fleet. Each node serves the same weights as before, or those that the desired store wants."""
+
+
+class FleetRefused(FleetError):
+    """A change that not all nodes could take, so that no node has changed.
+
+    reasons: the errors, by the nodes' names. problems: the same as sentences.
+    """
+
+    def __init__(self, where: str, reasons: Mapping[str, BaseException]) -> None:
+        self.where = brief(where)
+        self.reasons = {brief(node): error for node, error in reasons.items()}
+        self.problems = tuple(
+            brief(f"{node}: {type(error).__name__}: {_in_one_line(text_of(error))}", MOST_OF_A_PROBLEM)
+            for node, error in self.reasons.items()
+        )
+        lines = [f"  - {problem}" for problem in self.problems]
+        super().__init__(f"{where}: no node has changed, because {plural(len(lines), 'node')} cannot take it", *lines)
+
+
+def _in_one_line(text: str) -> str:
+    return "; ".join(line.removeprefix("  - ") for line in text.splitlines())
+
+
+class FleetUndecided(FleetError):
+    """A change of which the desired store did not say if it was written. The nodes read the desired store, and follow
+    it."""
+
+
+class UnknownFleet(FleetError):
+    """A name of which no fleet is deployed here."""
+
+
+class StaleReplica(FleetError):
+    """A replica with older weights than its client has seen; the same request may be sent again."""

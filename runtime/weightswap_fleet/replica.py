@@ -34,8 +34,7 @@ from weightswap_server.http.bodies import refusal
 from weightswap_server.service.service import Service
 from weightswap_server.workers.trials import WorkerTrials
 
-from .documents import Attachment, DeploymentSpec, NodeMethods, NodeStatus
-from .errors import StaleReplica
+from .documents import DeploymentSpec, NodeMethods, NodeStatus, StaleReplica
 
 MIN_REVISION = "weightswap-min-revision"  # request header: the least revision that may answer it
 REVISION = "weightswap-revision"  # response header: the revision for later requests of the client
@@ -117,10 +116,10 @@ class _NodeAttachment:
 
     def __init__(self, spec: DeploymentSpec) -> None:
         attaching = send(agent_of_this_node(spec), NodeMethods.attach, os.getpid(), spec)
-        attachment: Attachment = ray.get(attaching, timeout=_FIRST_WEIGHTS)
-        memory = NodeMemory.from_process(attachment.agent, attachment.descriptors, read_only=True)
+        agent, descriptors, slot = ray.get(attaching, timeout=_FIRST_WEIGHTS)
+        memory = NodeMemory.from_process(agent, descriptors, read_only=True)
         self._spec, self._memory, self.revision_page = spec, memory, memory.revision_page
-        self.model = join(spec.artifact, memory.segment, attachment.slot)
+        self.model = join(spec.artifact, memory.segment, slot)
 
     def serve(self, service: Service) -> None:
         """Let the agent switch requests off, and report to it. service: what answers the replica's requests."""

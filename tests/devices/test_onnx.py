@@ -25,11 +25,11 @@ from weightswap_runtime.engines import torch_cpu as torch_engine
 from weightswap_runtime.engines.choosing import open_engine
 from weightswap_runtime.engines.engine import EngineOptions
 from weightswap_runtime.engines.onnx import OnnxGraph
-from weightswap_runtime.engines.onnx_torch import Counterpart, OnnxCall
+from weightswap_runtime.engines.onnx_torch import OnnxCall
 from weightswap_runtime.engines.torch_cpu import TorchEngine
 from weightswap_runtime.format.manifest import Method
 
-ON_THE_HOST = Counterpart("CPUExecutionProvider", "cpu", {})
+ON_THE_HOST = ("CPUExecutionProvider", "cpu", {})
 PROVIDER = "CUDAExecutionProvider"
 pytestmark = needs("onnxruntime", "onnxscript")
 
@@ -84,7 +84,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "cpu":
         monkeypatch.setattr(torch_engine, "TorchEngine", OnTheHost)
     elif ACCELERATOR != "cuda":
-        monkeypatch.setitem(onnx_accelerated.COUNTERPARTS, ACCELERATOR, ON_THE_HOST)
+        monkeypatch.setitem(onnx_accelerated.PROVIDERS, ACCELERATOR, ON_THE_HOST)
     return str(request.param)
 
 
@@ -283,7 +283,7 @@ def test_cuda_graphs_and_threads_are_refused(tmp_path: Path) -> None:
 def test_a_device_that_onnx_runtime_does_not_serve_is_refused(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(onnx_accelerated.COUNTERPARTS, device, raising=False)
+    monkeypatch.delitem(onnx_accelerated.PROVIDERS, device, raising=False)
     with pytest.raises(Unsupported, match="engine 'onnx' on the device"):
         served(Counter(), (torch.ones(2, 3),), tmp_path, device)
 
@@ -291,6 +291,5 @@ def test_a_device_that_onnx_runtime_does_not_serve_is_refused(
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU, so that the provider may come")
 def test_a_missing_provider_is_reported(tmp_path: Path) -> None:
     artifact = compile_engines(export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a"), ["onnx"], trial=False)
-    provider = onnx_accelerated.provider_of(onnx_accelerated.COUNTERPARTS["cuda"], 0)
     with pytest.raises(Unsupported, match=r"needs CUDAExecutionProvider, but ONNX Runtime .* offers CPUExecution"):
-        OnnxGraph(artifact, "forward", None, provider)
+        OnnxGraph(artifact, "forward", None, (PROVIDER, {}))

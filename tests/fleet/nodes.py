@@ -15,10 +15,10 @@ from tests.support.damage import damaged
 from tests.support.tiny import TinyArtifact
 from weightswap_fleet import Deadlines, FleetPlan, FleetReceipt, FleetRefused
 from weightswap_fleet.coordinator.agreement import Agreement, FleetTrial
-from weightswap_fleet.documents import DeploymentSpec, NodeMethods, PrepareRequest, TrialRequest
+from weightswap_fleet.documents import DeploymentSpec, NodeMethods, PrepareRequest
 from weightswap_fleet.node.agent import NodeAgent
 from weightswap_fleet.node.memory import NodeMemory
-from weightswap_fleet.node.relay import ObjectDescription, Relay, RelayMethods
+from weightswap_fleet.node.relay import Relay, RelayMethods
 from weightswap_runtime import DesiredState, DesiredStore, DesiredWeights, Event, write_delta
 from weightswap_runtime.following.desired_store import known_weights
 
@@ -67,7 +67,7 @@ class RemoteRelay:
     def __init__(self, relay: RelayMethods, before: Callable[[str], None]) -> None:
         self._relay, self._before = relay, before
 
-    def describe(self, url: str) -> ObjectDescription | None:
+    def describe(self, url: str) -> tuple[int, str] | None:
         self._before("describe")
         return self._relay.describe(url)
 
@@ -252,10 +252,10 @@ class Fleet(Changes):
             f"change {number}", self.desired_store.read().revision, weights.source, weights, 10.0, is_rollback
         )
 
-    def trial(self, number: int, path: Path | None = None, **plan: Any) -> TrialRequest:
+    def trial(self, number: int, path: Path | None = None, **plan: Any) -> PrepareRequest:
         """Return the change of a trial of the weights of a number."""
         weights = self.desired_weights(number, path)
-        return TrialRequest(f"trial {number}", weights.source, weights, FleetPlan(**plan), lease=10.0)
+        return PrepareRequest(f"trial {number}", 0, weights.source, weights, 10.0, plan=FleetPlan(**plan))
 
     # as `agreement.Nodes`
 

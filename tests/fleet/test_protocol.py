@@ -24,7 +24,7 @@ NODES, SETS = 3, 4
 SOON = Deadlines(prepare=5.0, commit=0.05)
 nodes = st.sampled_from([f"n{number}" for number in range(NODES)])
 sets = st.integers(0, SETS - 1)
-_METHODS = ["prepare", "renew", "commit", "discard", "status", "prepare_trial", "continue_trial", "end_trial"]
+_METHODS = ["prepare", "renew", "commit", "discard", "status", "prepare_trial", "continue_trial"]
 fates = st.dictionaries(
     st.tuples(st.sampled_from(_METHODS), nodes), st.sampled_from(["lost", "answer lost"]), max_size=3
 )

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.ranks import X, values, whole, write_set
 from weightswap_fleet import FleetPlan, FleetRefused
-from weightswap_fleet.documents import TrialRequest
+from weightswap_fleet.documents import PrepareRequest
 from weightswap_fleet.node.replica_ranks import Rank
 from weightswap_runtime import (
     InputMismatch,
@@ -214,7 +214,9 @@ def test_a_trial_is_refused_by_name(replicas: Replicas) -> None:
     path = replicas.file(1)
     weights = described(str(path), known_weights(path), "ana", "", replicas.desired_store.read())
     with pytest.raises(Unsupported):
-        replicas.agents["a"].prepare_trial(TrialRequest("trial", str(path), weights, FleetPlan(share=0.5)))
+        replicas.agents["a"].prepare_trial(
+            PrepareRequest("trial", 0, str(path), weights, 10.0, plan=FleetPlan(share=0.5))
+        )
     assert serve(replicas, 0)
 
 

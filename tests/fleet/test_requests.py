@@ -28,8 +28,8 @@ def test_what_is_prepared_is_committed_or_given_up(fleet: Fleet, agent: NodeAgen
     with pytest.raises(StageClosed):
         agent.commit("change 1", 2)
     agent.prepare(fleet.request(1)._replace(id="again"))
-    done = agent.commit("again", 2)
-    assert (done.generation, agent.model.weights_id, agent.status().revision) == (1, fleet.weights_id(1), 2)
+    _, generation = agent.commit("again", 2)
+    assert (generation, agent.model.weights_id, agent.status().revision) == (1, fleet.weights_id(1), 2)
 
 
 def staging_slowly(fleet: Fleet, rate: float = 40.0) -> threading.Event:
@@ -122,7 +122,7 @@ def steps(fleet: Fleet, what: str, number: int) -> tuple[Any, Any, Any]:
     """Return a change or a trial of a number, and what prepares it and gives it up on the first node."""
     agent = fleet.agents["n0"]
     if what == "a trial":
-        return fleet.trial(number), agent.prepare_trial, agent.end_trial
+        return fleet.trial(number), agent.prepare_trial, agent.discard
     return fleet.request(number, what == "a rollback"), agent.prepare, agent.discard
 
 
@@ -261,5 +261,5 @@ def test_a_rollback_reads_nothing_and_a_swap_reads_what_it_is_given(fleet: Fleet
         fleet.file(number).rename(fleet.file(number).with_suffix(".away"))
     weights = fleet.desired_store.read().history[-1]
     assert agent.prepare(PrepareRequest("back", 2, weights.source, weights, 10.0, is_rollback=True)).resident
-    assert agent.commit("back", 3).generation == 2
+    assert agent.commit("back", 3)[1] == 2
     assert agent.model.weights_id == weights.weights_id

@@ -16,7 +16,7 @@ import pytest
 from tests.support.storm import storm
 from weightswap_fleet import Deadlines
 from weightswap_fleet.coordinator.agreement import Agreement
-from weightswap_fleet.documents import FleetPlan, TrialRequest
+from weightswap_fleet.documents import TRIAL_LEASE, FleetPlan, PrepareRequest
 from weightswap_runtime import DesiredWeights, WeightswapError
 
 from .nodes import Fleet, FleetTrial, known_weights
@@ -64,7 +64,9 @@ class People:
         path = self._file(dice)
         known = known_weights(path)
         weights = DesiredWeights(source=str(path), weights_id=known.weights_id, since=time.time())
-        trial = FleetTrial(TrialRequest(uuid4().hex, str(path), weights, FleetPlan(share=0.5)), self._fleet)
+        plan = FleetPlan(share=0.5)
+        request = PrepareRequest(uuid4().hex, 0, str(path), weights, TRIAL_LEASE, plan=plan)
+        trial = FleetTrial(request, self._fleet)
         trial.begin(SOON.prepare)
         for _ in range(dice.randint(0, 5)):
             if trial.poll() is not None:

@@ -16,7 +16,7 @@ import pytest
 from weightswap_fleet import FleetRefused
 from weightswap_fleet.coordinator import agreement
 from weightswap_fleet.coordinator.agreement import shares
-from weightswap_fleet.documents import FleetPlan, PrepareReply, PrepareRequest
+from weightswap_fleet.documents import FleetPlan, NodeReceipt, PrepareRequest
 from weightswap_runtime import DigestMismatch, StageCancelled, StageClosed, Staged, StagingBusy, Unsupported
 from weightswap_server.canary import Measured, Side
 from weightswap_server.workers.trials import TrialMeasures
@@ -81,7 +81,7 @@ def test_one_that_a_node_cannot_take_is_tried_by_none(fleet: Fleet) -> None:
 def test_one_whose_nodes_lose_it_as_it_begins_has_not_begun(fleet: Fleet) -> None:
     def all_give_up() -> None:
         for agent in fleet.agents.values():
-            agent.end_trial("trial 1")
+            agent.discard("trial 1")
 
     fleet.before("continue_trial", all_give_up)
     with pytest.raises(FleetRefused):
@@ -187,7 +187,7 @@ def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
 def test_the_next_leader_finds_it(fleet: Fleet) -> None:
     assert FleetTrial.find(fleet) is None
     begun(fleet, share=0.5)
-    fleet.agents["n2"].end_trial("trial 1")
+    fleet.agents["n2"].discard("trial 1")
     found = FleetTrial.find(fleet)
     assert found is not None
     assert (found.request.id, set(found.shares)) == ("trial 1", {"n0", "n1"})
@@ -250,7 +250,7 @@ def test_the_next_leader_does_not_wait_for_what_is_staged(fleet: Fleet, staging:
         assert found.poll() is None
     assert (staging.prepared.done(), fleet.trial_words()["n0"]) == (False, 0)
     staging.go.set()
-    assert isinstance(staging.prepared.result(60), PrepareReply)
+    assert isinstance(staging.prepared.result(60), NodeReceipt)
     assert found.poll() is None
     assert (found.shares, fleet.trial_words()["n0"] != 0) == ({"n0": 0.5}, True)
 
@@ -324,7 +324,7 @@ def test_steps(fleet: Fleet) -> None:
 def test_a_share_of_the_nodes(fleet: Fleet) -> None:
     trial = begun(fleet, share=0.34, of="nodes")
     assert trial.shares == {"n0": 1.0, "n1": 1.0, "n2": 0.0}
-    fleet.agents["n0"].end_trial("trial 1")
+    fleet.agents["n0"].discard("trial 1")
     trial.poll()
     trial.poll()
     assert trial.shares == {"n1": 1.0, "n2": 0.0}
@@ -369,6 +369,6 @@ def test_plans_that_cannot_be_meant(plan: dict[str, Any], said: str) -> None:
 def test_going_on_with_what_is_over(fleet: Fleet, agent: NodeAgent) -> None:
     with pytest.raises(StageClosed):
         agent.continue_trial("trial 1", 0.1)
-    agent.end_trial("trial 1")
+    agent.discard("trial 1")
     agent.add_measures(b64encode(b"late").decode())  # nobody's, and not read
     assert agent.trial() is None

@@ -21,7 +21,7 @@ from weightswap_runtime.transfer.messages import Refusal
 from weightswap_server.admin.documents import refusal_of
 from weightswap_server.errors import admin_failure_of
 
-for subpackage in ("fleet.errors", "server.errors", "server.workers.manager", "runtime.transfer.admin_client"):
+for subpackage in ("fleet.documents", "server.errors", "server.workers.manager", "runtime.transfer.admin_client"):
     import_module(f"weightswap_{subpackage}")  # each has errors of its own
 EVIL = "layer\n  - forged: all is well\r\x1b[31m\x9b2J\u202e\udcff"
 COPIES: tuple[Callable[[Any], Any], ...] = (

@@ -29,7 +29,6 @@ from weightswap_exporter.modules.tensors import ModelView, is_composed, key_path
 from weightswap_runtime.errors import CaptureError, listed
 
 from .document_check import is_identifier
-from .lifted import settle_constants
 from .programs import arguments, graph_inputs, graphs, inline_operators, memory, mutated_buffers, rename_tensors
 from .side_effects import (
     INSTEAD,
@@ -42,7 +41,7 @@ from .side_effects import (
     side_effects_of_calls,
 )
 from .small_sizes import check_small_sizes, questions_about_sizes
-from .stale_constants import stale_constants
+from .stale_constants import settle_constants, stale_constants
 
 # torch.ao.quantization's FusedMovingAvgObsFakeQuantize: it writes to the scale if a buffer says so
 _OBSERVED = torch.ops.aten.fused_moving_avg_obs_fake_quant.default

@@ -1,8 +1,9 @@
-"""Trial of files compiled for another engine: on random weights and inputs, outputs must be those of the graph.
+"""Trials on random weights and inputs: of files compiled for another engine, and of a model that is split over ranks.
 
-Translations are sometimes wrong, and some end the process that opens them. The trial therefore runs in a process of its
-own: `python -m weightswap_exporter.engines.engine_check FOLDER ENGINE DEVICE` prints a JSON list of problems, or a
-string that says why nothing could be tried.
+Outputs must be those of the graph, and those of the whole model. Translations for engines are sometimes wrong, and some
+end the process that opens them. Their trial therefore runs in a process of its own: `python -m
+weightswap_exporter.engines.engine_check FOLDER ENGINE DEVICE` prints a JSON list of problems, or a string that says why
+nothing could be tried.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weightswap_runtime import Artifact, Model, load
+from weightswap_runtime import Artifact, Model, Ranks, load
 from weightswap_runtime.errors import CaptureError, WeightswapError, listed, warn
 from weightswap_runtime.format.signature import Signature, Sizes, Tensor, input_leaves, leaves
 from weightswap_runtime.memory.device_memory import HOST
+from weightswap_runtime.process_groups import groups_of_threads
 from weightswap_runtime.tensors import TensorBytes, as_float64, describe, has_fractions, same_type
 from weightswap_tools.inputs import (
     Signs,
@@ -36,10 +40,13 @@ from weightswap_tools.inputs import (
 from .index_bounds import index_bounds
 
 MOST_BYTES = 2 << 30  # of random weights
+MOST_SPLIT_BYTES = 1 << 30  # the same of a model that all ranks then have in parts in this process
+_TIMEOUT = 120.0  # seconds for which a rank waits for another
 # relative to an output's largest value; wrong translations are off by more, rounding errors by less
 TOLERANCES = {"F64": 1e-4, "F32": 1e-3, "C64": 1e-3, "F16": 3e-2}
 COARSE = 0.15  # for dtypes with fewer digits
 _Trial = tuple[Sizes, list[Any], Signs, dict[str, str]]
+_Call = tuple[str, str, list[Any], list[Any]]  # the method, the call in words, its inputs and outputs
 
 
 def try_engine(artifact: Artifact, engine: str, device: str) -> None:
@@ -77,14 +84,11 @@ def _warn(engine: str, reason: str) -> None:
 
 def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator[str]:
     """Yield differences between an engine's outputs and the graph's, for the methods that are compiled for it."""
-    rng = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory(prefix="weightswap-") as folder:
-        weights = Path(folder) / "random.safetensors"
-        write_random_weights(artifact.manifest, weights, rng)
+    with _random_weights(artifact) as (weights, rng):
         ours, theirs = (
             load(artifact.folder, weights, engine=name, device=device, verify="off") for name in ("torch", engine)
         )
-        resident = _random_variants(artifact, Path(folder), (ours, theirs), rng)
+        resident = _random_variants(artifact, weights.parent, (ours, theirs), rng)
         for name in (name for name, runs in theirs.engines.items() if runs == engine):
             signature = ours.signatures[name]
             trials = [
@@ -132,28 +136,125 @@ def _random_variants(
 def _one_call(
     name: str, flat: list[Any], where: str, ours: Model, theirs: Model, variants: dict[str, str]
 ) -> Iterator[str]:
+    answers = _answers(ours, name, flat, variants)
+    if answers is None or (not ours.artifact.manifest.state and any(map(_differ, *answers))):
+        return  # the model does not accept random inputs, or draws random numbers
     try:
-        expected, again = (call_flat(ours, name, flat, variants) for _ in range(2))
-    except Exception:  # the model may not accept random inputs
-        return
-    if not ours.artifact.manifest.state and any(map(differ, expected, again)):
-        return  # the model draws random numbers
-    try:
-        found, again = (call_flat(theirs, name, flat, variants) for _ in range(2))
+        found, _ = (call_flat(theirs, name, flat, variants) for _ in range(2))
     except Exception as error:
         yield f"{where}: raised {type(error).__name__}: {error}"
         return
-    for leaf, one, other in zip(leaves(ours.signatures[name].output), expected, found, strict=True):
-        if text := problem_of(one, other):
-            yield f"{where}: {leaf.name}: {text}"
+    yield from _problems(ours.signatures[name], where, answers[0], found)
 
 
-def differ(one: Any, other: Any) -> bool:
+def main(folder: str, engine: str, device: str) -> None:
+    try:
+        result: list[str] | str = list(differences(Artifact.open(folder), engine, device))
+    except WeightswapError as error:  # such as a missing operator in this process or on this machine
+        result = str(error)
+    print(json.dumps(result))
+
+
+# Ranks. Shapes cannot tell whether a plan is right. What reads all features between two layers, such as a softmax or a
+# mean, runs on a part of them as well, and gives other numbers. Here each rank is a thread.
+
+
+def try_ranks(whole: Artifact, split: Artifact) -> None:
+    """Run a model and the same one split over ranks on random weights, and compare the outputs.
+
+    Raises CaptureError. Warns if nothing could be tried.
+    """
+    if whole.manifest.total_bytes > MOST_SPLIT_BYTES:
+        _warn_of_ranks(f"its weights take more than {MOST_SPLIT_BYTES >> 30} GB")
+        return
+    with _random_weights(whole) as (weights, rng):
+        calls = list(_calls(whole, weights, rng))
+        if not calls:
+            _warn_of_ranks("the whole model answers random inputs with an error")
+            return
+        problems = list(dict.fromkeys(_rank_problems(split, weights, calls)))
+    if problems:
+        raise CaptureError(
+            f"split as planned, the model computes something else on random weights and inputs: "
+            f"{listed(problems, between='; ')}. What reads all features between two layers, such as a softmax, a norm "
+            "or a mean, needs them whole: split the layer before it by 'colwise_gather_output', or leave it whole; "
+            "layers that are several in one tensor are 'packed_colwise'"
+        )
+
+
+def _warn_of_ranks(reason: str) -> None:
+    warn(f"whether the ranks compute what the whole model does could not be tried: {reason}; record goldens")
+
+
+def _calls(whole: Artifact, weights: Path, rng: np.random.Generator) -> Iterator[_Call]:
+    """Yield calls that the whole model answers, with its answers. Raises CaptureError for answers at random."""
+    model = load(whole, weights, verify="off")
+    with model:
+        for name, signature in model.signatures.items():
+            for sizes in common_sizes(signature):
+                flat = random_values(signature, sizes, rng)
+                answers = _answers(model, name, flat)
+                if answers is None:
+                    continue
+                if any(map(_differ, *answers)):
+                    raise CaptureError(
+                        f"method {name!r}: answers the same inputs in different ways, so it draws random numbers, and "
+                        "each rank would draw others. Call model.eval(), or pass random tensors in"
+                    )
+                yield name, f"{name} with {dict(sizes)}" if sizes else name, flat, answers[0]
+
+
+def _rank_problems(split: Artifact, weights: Path, calls: Sequence[_Call]) -> Iterator[str]:
+    assert split.manifest.ranks is not None
+    groups = groups_of_threads(split.manifest.ranks.size)
+
+    def run(group: Any) -> list[list[Any]]:
+        model = load(split, weights, verify="off", ranks=Ranks(group, timeout=_TIMEOUT))
+        with model:
+            return [call_flat(model, method, inputs) for method, _, inputs, _ in calls]
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        answers = list(pool.map(run, groups))
+    for of_rank in answers:
+        for (method, where, _, expected), found in zip(calls, of_rank, strict=True):
+            yield from _problems(split.manifest.methods[method].signature, where, expected, found)
+
+
+# What both trials need.
+
+
+@contextmanager
+def _random_weights(artifact: Artifact) -> Iterator[tuple[Path, np.random.Generator]]:
+    """Yield a file with random weights, in a folder that is removed, and the generator that made them."""
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory(prefix="weightswap-") as folder:
+        weights = Path(folder) / "random.safetensors"
+        write_random_weights(artifact.manifest, weights, rng)
+        yield weights, rng
+
+
+def _answers(
+    model: Model, name: str, flat: list[Any], variants: Mapping[str, str] | None = None
+) -> tuple[list[Any], list[Any]] | None:
+    """Return the outputs of the same call, made twice; None if the model does not accept these random inputs."""
+    try:
+        return call_flat(model, name, flat, variants), call_flat(model, name, flat, variants)
+    except Exception:
+        return None
+
+
+def _differ(one: Any, other: Any) -> bool:
     """Return whether two outputs are not the same bits."""
     return bool(one.data != other.data if isinstance(one, TensorBytes) else one != other)
 
 
-def problem_of(expected: Any, found: Any) -> str | None:
+def _problems(signature: Signature, where: str, expected: list[Any], found: list[Any]) -> Iterator[str]:
+    for leaf, one, other in zip(leaves(signature.output), expected, found, strict=True):
+        if text := _problem_of(one, other):
+            yield f"{where}: {leaf.name}: {text}"
+
+
+def _problem_of(expected: Any, found: Any) -> str | None:
     """Return how an output differs from the expected one by more than rounding; None if it does not."""
     if not isinstance(expected, TensorBytes):
         return None if expected == found else f"{found}, expected {expected}"
@@ -169,14 +270,6 @@ def problem_of(expected: Any, found: Any) -> str | None:
     worst = np.abs(other[finite] - one[finite]).max(initial=0.0)
     tolerance = TOLERANCES.get(expected.dtype, COARSE)
     return None if worst <= tolerance * largest else f"off by {worst:.3g}, where the largest value is {largest:.3g}"
-
-
-def main(folder: str, engine: str, device: str) -> None:
-    try:
-        result: list[str] | str = list(differences(Artifact.open(folder), engine, device))
-    except WeightswapError as error:  # such as a missing operator in this process or on this machine
-        result = str(error)
-    print(json.dumps(result))
 
 
 if __name__ == "__main__":

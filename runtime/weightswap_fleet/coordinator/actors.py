@@ -29,12 +29,12 @@ from weightswap_fleet.documents import (
     FleetReceipt,
     NodeMethods,
     NodeStatus,
+    PrepareRequest,
     TrialReport,
-    TrialRequest,
+    UnknownFleet,
 )
-from weightswap_fleet.errors import UnknownFleet
 from weightswap_fleet.node.agent import NodeAgent, joined
-from weightswap_fleet.node.relay import ObjectDescription, Relay, RelayMethods
+from weightswap_fleet.node.relay import Relay, RelayMethods
 from weightswap_runtime.errors import (
     StageClosed,
     StagingBusy,
@@ -122,7 +122,8 @@ class Coordinator:
             nodes, desired_store = RayNodes(spec), DesiredStore(spec.desired_store)
             state = desired_store.read() if known.base else DesiredState()
             weights = desired_store.located(described(source, known, by, why, state))
-            request = TrialRequest(uuid.uuid4().hex, source, weights, plan, reader=reader_of(nodes))
+            reader = reader_of(nodes)
+            request = PrepareRequest(uuid.uuid4().hex, 0, source, weights, TRIAL_LEASE, reader=reader, plan=plan)
             trial = FleetTrial(request, nodes)
             trial.begin(remaining.prepare)
             self._trial = trial
@@ -408,7 +409,7 @@ class _AgentActor(NodeAgent):
         threading.Thread(target=_end_when_idle, args=(self,), name="weightswap-idle", daemon=True).start()
 
     @_beside_others
-    def describe(self, url: str) -> ObjectDescription | None:
+    def describe(self, url: str) -> tuple[int, str] | None:
         return self._reader.describe(url)
 
     @_beside_others
@@ -455,8 +456,8 @@ class RemoteRelay:
     def __init__(self, actor: ActorHandle[Any]) -> None:
         self._actor = actor
 
-    def describe(self, url: str) -> ObjectDescription | None:
-        found: ObjectDescription | None = ray.get(send(self._actor, RelayMethods.describe, url), timeout=_CHUNK)
+    def describe(self, url: str) -> tuple[int, str] | None:
+        found: tuple[int, str] | None = ray.get(send(self._actor, RelayMethods.describe, url), timeout=_CHUNK)
         return found
 
     def chunk(self, url: str, tag: str, number: int) -> Any:

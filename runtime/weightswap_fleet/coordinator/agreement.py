@@ -18,16 +18,15 @@ from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple
 from msgspec.structs import replace
 
 from weightswap_fleet.documents import (
-    CommitReply,
     FleetReceipt,
+    FleetRefused,
+    FleetUndecided,
     NodeMethods,
     NodeReceipt,
-    PrepareReply,
     PrepareRequest,
     TrialReport,
-    TrialRequest,
+    UnknownFleet,
 )
-from weightswap_fleet.errors import FleetRefused, FleetUndecided, UnknownFleet
 from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClosed, Unsupported, check_said, text_of
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights, check_promotable, find_good
 from weightswap_runtime.following.desired_store import DesiredStore, Known, described
@@ -41,7 +40,6 @@ _ANSWER = 5.0  # seconds for a node's answer during a trial
 _POLL = 0.02  # seconds between two looks whether all nodes have committed
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
-AnyRequest = TypeVar("AnyRequest", PrepareRequest, TrialRequest)
 _Decide = Callable[[int, bool], DesiredState]  # the revision before, and whether all nodes have the weights in memory
 
 
@@ -153,11 +151,15 @@ class Agreement:
             reader=reader_of(self._nodes),
         )
         with _renewing(self._nodes, request):
-            prepared = _prepare_all(self._nodes, NodeMethods.prepare, request, NodeMethods.discard, deadlines.prepare)
+            prepared = _prepare_all(self._nodes, NodeMethods.prepare, request, deadlines.prepare)
             ready = self._clock()
             after = self._decide(request, prepared, decide)
-        committed, late = self._commit(request, after, list(prepared), deadlines.commit)
-        times = [commit.at for commit in committed.values()]
+        answers, late = self._commit(request, after, list(prepared), deadlines.commit)
+        times = [at for at, _ in answers.values()]
+        committed = {
+            name: prepared[name]._replace(committed_at=at, generation=generation)
+            for name, (at, generation) in answers.items()
+        }
         return FleetReceipt(
             kind="none" if state.weights_id == weights.weights_id else kind,
             revision=after.revision,
@@ -169,11 +171,11 @@ class Agreement:
             seconds_staged=ready - began,
             seconds_committed=self._clock() - ready,
             skew=max(times) - min(times) if times else 0.0,
-            nodes={name: _receipt(part, committed.get(name)) for name, part in prepared.items()},
+            nodes=prepared | committed,
             late=late,
         )
 
-    def _decide(self, request: PrepareRequest, prepared: Mapping[str, PrepareReply], decide: _Decide) -> DesiredState:
+    def _decide(self, request: PrepareRequest, prepared: Mapping[str, NodeReceipt], decide: _Decide) -> DesiredState:
         """Write the desired store, if all nodes are still ready. If that certainly failed, all nodes discard the
         change."""
         try:
@@ -227,8 +229,8 @@ class Agreement:
 
     def _commit(
         self, request: PrepareRequest, after: DesiredState, names: list[str], timeout: float
-    ) -> tuple[dict[str, CommitReply], dict[str, str]]:
-        """Let all nodes commit, also new ones. Returns those that have, and why the others have not yet."""
+    ) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
+        """Let all nodes commit, also new ones. Returns when those have that did, and why others have not."""
         deadline = self._clock() + timeout
         answers = self._nodes.call(names, timeout, NodeMethods.commit, request.id, after.revision)
         committed = {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
@@ -251,15 +253,10 @@ class Agreement:
         return reasons
 
 
-def _receipt(prepared: PrepareReply, committed: CommitReply | None) -> NodeReceipt:
-    at, generation = committed or (None, None)
-    return NodeReceipt(prepared.seconds, prepared.resident, prepared.verified, at, generation)
-
-
 class FleetTrial:
     """The leader's side of a trial. Not thread-safe."""
 
-    def __init__(self, request: TrialRequest, nodes: Nodes, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, request: PrepareRequest, nodes: Nodes, now: Callable[[], float] = time.time) -> None:
         """now: returns seconds since the epoch."""
         self.request = request
         self.shares: dict[str, float] = {}  # of the requests of each node that has the trial
@@ -270,13 +267,13 @@ class FleetTrial:
     def find(cls, nodes: Nodes) -> FleetTrial | None:
         """Return the latest trial of a former leader, with measures begun anew, and end earlier ones."""
         answers = nodes.call(nodes.names(), _ANSWER, NodeMethods.trial)
-        requests = {name: request for name, request in answers.items() if isinstance(request, TrialRequest)}
+        requests = {name: request for name, request in answers.items() if isinstance(request, PrepareRequest)}
         if not requests:
             return None
         latest = max(requests.values(), key=lambda request: request.weights.since)
         for name, request in requests.items():
             if request.id != latest.id:
-                nodes.call([name], _ANSWER, NodeMethods.end_trial, request.id)
+                nodes.call([name], _ANSWER, NodeMethods.discard, request.id)
         trial = cls(latest, nodes)
         trial.shares = {name: 0.0 for name, request in requests.items() if request.id == latest.id}
         return trial
@@ -286,7 +283,7 @@ class FleetTrial:
         nodes that would be all of them. Then no node has the trial."""
         self._check_shares(self._nodes.names())
         with _renewing(self._nodes, self.request):
-            ready = _prepare_all(self._nodes, NodeMethods.prepare_trial, self.request, NodeMethods.end_trial, timeout)
+            ready = _prepare_all(self._nodes, NodeMethods.prepare_trial, self.request, timeout)
         self.shares = dict.fromkeys(ready, 0.0)
         if (verdict := self.poll()) is not None and verdict[0] == "ended":
             raise FleetRefused(self.request.source, dict.fromkeys(ready, StageClosed(verdict[1])))
@@ -326,7 +323,7 @@ class FleetTrial:
 
     def end(self) -> None:
         """End the trial on all nodes."""
-        self._nodes.call(list(self.shares), _ANSWER, NodeMethods.end_trial, self.request.id)
+        self._nodes.call(list(self.shares), _ANSWER, NodeMethods.discard, self.request.id)
 
     def report(self, outcome: str = "", reason: str = "") -> TrialReport:
         """Return the report of the trial. outcome, reason: empty while it goes on."""
@@ -363,7 +360,7 @@ def reader_of(nodes: Nodes) -> str:
 
 
 @contextmanager
-def _renewing(nodes: Nodes, request: PrepareRequest | TrialRequest) -> Iterator[None]:
+def _renewing(nodes: Nodes, request: PrepareRequest) -> Iterator[None]:
     """Renew the leases of a change on all nodes while the block runs: some are ready long before the last."""
     done = threading.Event()
 
@@ -382,11 +379,10 @@ def _renewing(nodes: Nodes, request: PrepareRequest | TrialRequest) -> Iterator[
 
 def _prepare_all(
     nodes: Nodes,
-    prepare: Callable[[NodeMethods, AnyRequest], PrepareReply],
-    request: AnyRequest,
-    undo: Callable[[NodeMethods, str], None],
+    prepare: Callable[[NodeMethods, PrepareRequest], NodeReceipt],
+    request: PrepareRequest,
     timeout: float,
-) -> dict[str, PrepareReply]:
+) -> dict[str, NodeReceipt]:
     """Let all nodes stage and verify. If one cannot, all discard the weights, and FleetRefused is raised.
 
     A node that has gone meanwhile does not count: it will start with what is desired then. Raises UnknownFleet if no
@@ -397,7 +393,7 @@ def _prepare_all(
     present = set(nodes.names())
     problems = {name: error for name, error in answers.items() if isinstance(error, Exception) and name in present}
     if problems:
-        nodes.call(names, _LEAST_LEASE, undo, request.id)
+        nodes.call(names, _LEAST_LEASE, NodeMethods.discard, request.id)
         raise FleetRefused(printable(request.source), problems)
     prepared = {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
     if not prepared:

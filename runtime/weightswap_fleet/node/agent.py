@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightswap_fleet.documents import Attachment, DeploymentSpec, NodeStatus
+from weightswap_fleet.documents import DeploymentSpec, NodeStatus
 from weightswap_runtime.errors import NoWeights, text_of
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.metrics import ModelCollector
@@ -22,9 +22,8 @@ from weightswap_runtime.shared.owner import own
 from weightswap_server.workers.child_main import Totals
 
 from .changes import NodeChanges
-from .memory import NodeMemory, Slots
+from .memory import NodeMemory, NodeWeights, Slots
 from .relay import Relay
-from .weights import NodeWeights
 
 _MOST_REPLICAS = 64  # of one node
 _log = logging.getLogger("weightswap.fleet")
@@ -169,8 +168,11 @@ class NodeAgent(Agent):
     def replicas(self) -> tuple[int, ...]:
         return self._slots.processes
 
-    def attach(self, pid: int, spec: DeploymentSpec) -> Attachment:
+    def attach(self, pid: int, spec: DeploymentSpec) -> tuple[int, tuple[int, ...], int]:
         """Give a replica of this node a slot, and adopt its deployment if it is the latest.
+
+        Returns the agent's process id, the memory's descriptors, which are opened through it, and the slot's number in
+        the memory's control page.
 
         Raises Unsupported, and NoWeights if the node serves nothing, or not the desired weights.
         """
@@ -178,7 +180,7 @@ class NodeAgent(Agent):
         if self._weights.revision == 0:
             self.reconcile()  # again, with the deployment
         self._check_serves()
-        return Attachment(os.getpid(), self._memory.descriptors, self._slots.assign(pid))
+        return os.getpid(), self._memory.descriptors, self._slots.assign(pid)
 
     def report(self, pid: int, metrics: str, spec: DeploymentSpec) -> None:
         """Keep a replica's metrics, in Prometheus' text format, and adopt its deployment if it is the latest."""

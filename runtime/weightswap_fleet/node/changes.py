@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from weightswap_fleet.documents import CommitReply, DeploymentSpec, PrepareReply, PrepareRequest, TrialRequest
+from weightswap_fleet.documents import DeploymentSpec, NodeReceipt, PrepareRequest
 from weightswap_runtime.errors import StageCancelled, StageClosed, StagingBusy, Unsupported, WeightswapError, text_of
 from weightswap_runtime.following.controller import Change, Controller, Lease, NoticeKind
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights
@@ -33,7 +33,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_server.canary import CanaryAnalysis, Measured
 from weightswap_server.workers.trials import read_measures
 
-from .weights import NodeWeights
+from .memory import NodeWeights
 
 _SILENT = 30.0  # seconds without a read of the desired store, after which a node reports it
 _log = logging.getLogger("weightswap.fleet")
@@ -42,7 +42,7 @@ _log = logging.getLogger("weightswap.fleet")
 class NodeChanges:
     """The changes of one node. Thread-safe: whatever stages or commits has the turn.
 
-    What must not wait for a staging (`renew`, `discard`, `end_trial`, what the node's status says, and the refusal of a
+    What must not wait for a staging (`renew`, `discard`, what the node's status says, and the refusal of a
     second change) does without.
     """
 
@@ -87,7 +87,7 @@ class NodeChanges:
     def _trial(self) -> _NodeTrial | None:
         return next((change for change in self._changes.open if isinstance(change, _NodeTrial)), None)
 
-    def prepare(self, request: PrepareRequest) -> PrepareReply:
+    def prepare(self, request: PrepareRequest) -> NodeReceipt:
         """Stage and verify the weights of a change, and keep them ready.
 
         Weights on trial are not staged again, and stay on trial until the commit. A rollback does not wait: it cancels
@@ -104,7 +104,7 @@ class NodeChanges:
             opened.lease.renew()  # the staging may have taken long
             resident = opened.staged is None or opened.is_borrowed
             verified = opened.staged.verified if opened.staged is not None else "none"
-            return PrepareReply(time.perf_counter() - began, resident, verified)
+            return NodeReceipt(time.perf_counter() - began, resident, verified)
 
     def _open(self, request: PrepareRequest) -> _RequestedChange:
         trial = self._trial if self._trial is not None and self._trial.is_of(request) else None
@@ -156,8 +156,10 @@ class NodeChanges:
         change.lease.renew()
         return True
 
-    def commit(self, change_id: str, revision: int) -> CommitReply:
+    def commit(self, change_id: str, revision: int) -> tuple[float, int]:
         """Commit the weights of a change, which was written to the desired store as a revision.
+
+        Returns the time of the commit, in seconds since the epoch, and the generation.
 
         Raises StageClosed if they are not prepared any more, whereupon the node follows the desired store by itself,
         and what `Staged.commit` raises.
@@ -169,19 +171,19 @@ class NodeChanges:
                 raise StageClosed(f"{self._node}: the change {change_id} is no longer prepared")
             return self._commit(opened, revision)
 
-    def _commit(self, opened: _RequestedChange, revision: int) -> CommitReply:
+    def _commit(self, opened: _RequestedChange, revision: int) -> tuple[float, int]:
         self._changes.commit(opened, partial(self._weights.mark_next, revision))
         at, generation = time.time(), self._model.generation
         assert generation is not None
         self._weights.mark(revision)  # of weights that were served already
         self.reconcile_soon()
-        return CommitReply(at, generation)
+        return at, generation
 
     def discard(self, change_id: str) -> None:
-        """Discard a change that is open, is being staged, or has not come yet."""
+        """Discard a change, or end a trial, that is there, is being staged, or has not come yet."""
         self._changes.discard(change_id)
 
-    def prepare_trial(self, request: TrialRequest) -> PrepareReply:
+    def prepare_trial(self, request: PrepareRequest) -> NodeReceipt:
         """Stage and verify the weights of a trial, which `continue_trial` starts.
 
         Raises what `prepare` raises, StageCancelled also if the lease runs out, and Unsupported for served weights.
@@ -199,7 +201,7 @@ class NodeChanges:
             begin = partial(self._weights.stage, request.source, request.weights, request.reader)
             trial = _NodeTrial(request, self._node, self._clock, control)
             self._changes.prepare(trial, begin, lambda: not self._desires_others())
-            return PrepareReply(time.perf_counter() - began, False, trial.weights.verified)
+            return NodeReceipt(time.perf_counter() - began, False, trial.weights.verified)
 
     def _desires_others(self) -> bool:
         """Return True if the desired store wants other weights than at the last reconciliation."""
@@ -223,11 +225,7 @@ class NodeChanges:
             raise StageClosed(f"{self._node}: the trial {trial_id} is over")
         return trial
 
-    def end_trial(self, trial_id: str) -> None:
-        """End a trial that is there, is being staged, or has not come yet."""
-        self._changes.discard(trial_id)
-
-    def trial(self) -> TrialRequest | None:
+    def trial(self) -> PrepareRequest | None:
         """Return the request of the current trial."""
         trial = self._trial
         return trial.request if trial is not None else None
@@ -329,7 +327,7 @@ class _NodeChange(Change):
 
     def __init__(
         self,
-        request: PrepareRequest | TrialRequest,
+        request: PrepareRequest,
         node: str,
         clock: Callable[[], float],
         staged: Staged | None = None,
@@ -346,8 +344,6 @@ class _NodeChange(Change):
 class _RequestedChange(_NodeChange):
     """A change; its weights are those of a trial, in memory, or staged for it."""
 
-    request: PrepareRequest
-
     @property
     def busy(self) -> str:
         return f"{self._node}: has an open change{self._by} for {self.weights_id[:SHOWN]}; try again after it"
@@ -356,9 +352,7 @@ class _RequestedChange(_NodeChange):
 class _NodeTrial(_NodeChange):
     """Staged weights that replicas call from `renew` on, until it is over."""
 
-    request: TrialRequest
-
-    def __init__(self, request: TrialRequest, node: str, clock: Callable[[], float], control: Control) -> None:
+    def __init__(self, request: PrepareRequest, node: str, clock: Callable[[], float], control: Control) -> None:
         super().__init__(request, node, clock)
         self._control = control
         self._analysis = CanaryAnalysis(request.plan.canary_plan)

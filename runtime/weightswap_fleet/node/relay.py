@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from weightswap_runtime.errors import WeightFileError, text_of
 from weightswap_runtime.sources.byte_source import ByteSource, Check
@@ -32,17 +32,14 @@ _log = logging.getLogger("weightswap.fleet")
 T = TypeVar("T")
 
 
-class ObjectDescription(NamedTuple):
-    """A file that a reader has open."""
-
-    size: int  # bytes
-    tag: str  # the version of its content; empty if the store has no versions
-
-
 class RelayMethods(Protocol):
-    """What a node's relay does for other nodes. A chunk is a reference of `Transfer.put`."""
+    """What a node's relay does for other nodes. A chunk is a reference of `Transfer.put`.
 
-    def describe(self, url: str) -> ObjectDescription | None: ...
+    A file that it has open is described by its size in bytes and by the tag of its content's version, which is empty
+    if the store has no versions.
+    """
+
+    def describe(self, url: str) -> tuple[int, str] | None: ...
     def chunk(self, url: str, tag: str, number: int) -> Any: ...
     def settle(self, url: str, tag: str) -> None: ...
 
@@ -82,14 +79,14 @@ class Relay:
             return source
         return RelayedUrl(location.raw, self, reader)
 
-    def describe(self, url: str) -> ObjectDescription | None:
+    def describe(self, url: str) -> tuple[int, str] | None:
         """Open a URL for all nodes; None if nothing is there. Chunks of an earlier content are dropped."""
         reading = self._readings.get(url)
         if reading is None or not _is_unchanged(reading.source):
             reading = self._open_instead_of(reading, url)
         else:
             reading.used = time.monotonic()
-        return ObjectDescription(reading.source.size, reading.tag) if reading is not None else None
+        return (reading.source.size, reading.tag) if reading is not None else None
 
     def _open_instead_of(self, known: _Reading | None, url: str) -> _Reading | None:
         """Open the present content, unless another thread has done so."""
@@ -147,7 +144,7 @@ class Relay:
             return find_source(url, check)
         if described is None:
             return None
-        if not described.tag:  # a change of the content would go unnoticed
+        if not described[1]:  # a change of the content would go unnoticed
             return find_source(url, check)
         return RelayedObject(self, reader, url, described, check)
 
@@ -166,9 +163,10 @@ class RelayedUrl(GivenUrl):
 class RelayedObject:
     """A ByteSource of chunks that the reader reads. After the first failure, it is read directly."""
 
-    def __init__(self, relay: Relay, reader: str, url: str, described: ObjectDescription, check: Check | None) -> None:
-        self.where, self.unit, self.size = str(Url(url)), relay.unit, described.size
-        self._relay, self._reader, self._url, self._tag, self._check = relay, reader, url, described.tag, check
+    def __init__(self, relay: Relay, reader: str, url: str, described: tuple[int, str], check: Check | None) -> None:
+        self.where, self.unit = str(Url(url)), relay.unit
+        self.size, self._tag = described
+        self._relay, self._reader, self._url, self._check = relay, reader, url, check
         self._chunks: _Chunks[memoryview] = _Chunks(lambda n: relay.fetch(reader, url, self._tag, n), FETCHED)
         self._direct: ByteSource | None = None
         self._lock = Lock()

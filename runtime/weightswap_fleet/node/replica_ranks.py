@@ -25,8 +25,7 @@ from weightswap_runtime.process_groups import process_group
 from weightswap_server.signed_weights import requires
 
 from .agent import Agent
-from .memory import RevisionPage
-from .weights import NodeWeights
+from .memory import NodeWeights, RevisionPage
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

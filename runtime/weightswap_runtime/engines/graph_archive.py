@@ -46,18 +46,13 @@ def check_records(raw: bytes, where: str) -> None:
         raise ArtifactError(f"{where}: {listed(problems, between='; ')}. Export the artifact again.")
 
 
-def model_json(raw: bytes) -> bytes:
-    """Return the JSON of the one program in an archive's bytes. Raises UnknownPart, and what zipfile raises."""
+def read_program(raw: bytes) -> Program:
+    """Read the one program in an archive's bytes. Raises UnknownPart, msgspec.MsgspecError, and what zipfile raises."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         models = [name for name in archive.namelist() if name.endswith(_MODEL)]
         if len(models) != 1:
             raise UnknownPart(f"{len(models)} models in one archive")
-        return archive.read(models[0])
-
-
-def read_program(raw: bytes) -> Program:
-    """Read the program from an archive's bytes. Raises UnknownPart, msgspec.MsgspecError, and what zipfile raises."""
-    program = _PROGRAM.decode(model_json(raw))
+        program = _PROGRAM.decode(archive.read(models[0]))
     if program.schema_version.major != MAJOR:
         raise UnknownPart(f"schema version {program.schema_version.major}")
     return program
@@ -182,6 +177,7 @@ def _config_problems(config: dict[str, Any]) -> Iterator[str]:
 
 
 Argument = dict[str, msgspec.Raw]  # one entry, whose key is the argument's kind
+_NONE = msgspec.Raw(b"{}")
 Float = float | str  # JSON has no numbers for "Infinity", "-Infinity" and "NaN"
 
 
@@ -211,6 +207,7 @@ class Node(SchemaRecord, frozen=True):
     inputs: tuple[NamedArgument, ...]
     outputs: tuple[Argument, ...]
     is_hop_single_tensor_return: bool | None = None  # of a higher-order operator
+    metadata: msgspec.Raw = _NONE  # texts by name, such as the stack of modules; engines do not decode them
 
 
 class Graph(SchemaRecord, frozen=True):
@@ -220,6 +217,8 @@ class Graph(SchemaRecord, frozen=True):
     outputs: tuple[Argument, ...]
     nodes: tuple[Node, ...]
     is_single_tensor_return: bool = False  # it returns a tensor as it is, not in a tuple
+    tensor_values: msgspec.Raw = _NONE  # dtypes and sizes by name; these and the next are not decoded by engines
+    sym_int_values: msgspec.Raw = _NONE  # sizes by name
 
 
 class GraphModule(SchemaRecord, frozen=True):

@@ -274,16 +274,6 @@ def _output(value: Any, leaf: Leaf) -> Any:
     return int(value.numpy()) if isinstance(leaf, Integer) else None
 
 
-class Provider(NamedTuple):
-    """An execution provider of ONNX Runtime and its options."""
-
-    name: str = _CPU
-    options: Mapping[str, str] = {}
-
-
-_ON_CPU = Provider()
-
-
 class OnnxGraph:
     """A method's graph, checked against the manifest."""
 
@@ -295,8 +285,13 @@ class OnnxGraph:
     after: dict[str, str]  # the output with the new value of a state, by its FQN
     fetched: list[str]  # names of all outputs and new values, in order
 
-    def __init__(self, artifact: Artifact, method: str, threads: int | None, provider: Provider = _ON_CPU) -> None:
-        """threads: for each call; None: one for each core. Raises ArtifactError and Unsupported."""
+    def __init__(
+        self, artifact: Artifact, method: str, threads: int | None, provider: tuple[str, dict[str, str]] = (_CPU, {})
+    ) -> None:
+        """threads: for each call; None: one for each core. provider: an execution provider and its options.
+
+        Raises ArtifactError and Unsupported.
+        """
         manifest = artifact.manifest
         self._where = str(artifact.path / graph_file(method))
         self._raw = artifact.read(graph_file(method))  # kept, as a forked child opens it again
@@ -357,11 +352,9 @@ class OnnxGraph:
         options.log_severity_level = _SILENT  # its errors say the same
         options.intra_op_num_threads = self._threads or 0
         options.add_session_config_entry(_FILES, self._where)  # a file, not a folder: there is nothing below it to read
-        provider, here = self._provider.name, onnxruntime.__version__
+        provider, here = self._provider[0], onnxruntime.__version__
         try:
-            session = onnxruntime.InferenceSession(
-                self._raw, options, providers=[(provider, dict(self._provider.options))]
-            )
+            session = onnxruntime.InferenceSession(self._raw, options, providers=[self._provider])
         except Exception as error:
             if type(error).__name__ == "NotImplemented":
                 raise Unsupported(f"{self._where}: ONNX Runtime {here} cannot run it: {error}") from error

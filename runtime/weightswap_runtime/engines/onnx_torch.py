@@ -35,7 +35,6 @@ from .onnx import (
     OnnxEngine,
     OnnxGraph,
     OnnxState,
-    Provider,
     as_value,
     content_array,
     content_of,
@@ -140,16 +139,9 @@ class BoundBoth:
         return results
 
 
-class Counterpart(NamedTuple):
-    """What ONNX Runtime has for one of torch's types of devices."""
-
-    provider: str  # execution provider
-    device: str  # name of the device
-    options: Mapping[str, str]  # of the provider
-
-
-COUNTERPARTS = {
-    "cuda": Counterpart(
+# by torch's type of device: ONNX Runtime's execution provider, its name of the device, and the provider's options
+PROVIDERS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "cuda": (
         "CUDAExecutionProvider",
         "cuda",
         {
@@ -161,11 +153,6 @@ COUNTERPARTS = {
 }
 
 
-def provider_of(counterpart: Counterpart, index: int) -> Provider:
-    """Return the execution provider for one device."""
-    return Provider(counterpart.provider, {**counterpart.options, "device_id": str(index)})
-
-
 class OnnxAcceleratedEngine(AcceleratedEngine):
     """The ONNX graphs of one artifact on an accelerator. Methods without one run as on the engine `torch`."""
 
@@ -173,11 +160,10 @@ class OnnxAcceleratedEngine(AcceleratedEngine):
 
     def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
         """Raises ArtifactError, and Unsupported if ONNX Runtime has no provider for the device."""
-        counterpart = COUNTERPARTS.get(self.device.type)
-        if counterpart is None:
-            raise Unsupported(f"engine 'onnx' on the device {str(self.device)!r}: it runs on {listed(COUNTERPARTS)}")
-        self._counterpart = counterpart
-        provider = provider_of(counterpart, self.device.index)
+        if self.device.type not in PROVIDERS:
+            raise Unsupported(f"engine 'onnx' on the device {str(self.device)!r}: it runs on {listed(PROVIDERS)}")
+        name, self._device_name, options = PROVIDERS[self.device.type]
+        provider = name, {**options, "device_id": str(self.device.index)}
         compiled = artifact.compiled_methods("onnx")
         beside = [name for name in artifact.methods if name not in compiled]
         graphs = {name: load_graph(artifact, name, prologue, self.device) for name in beside}
@@ -186,7 +172,7 @@ class OnnxAcceleratedEngine(AcceleratedEngine):
     def _call(self, name: str, method: Method, tensors: Tensors) -> MethodCall:
         if not isinstance(graph := self._graphs[name], OnnxGraph):
             return super()._call(name, method, tensors)
-        return OnnxCall(graph, tensors, self._accelerator, self._counterpart.device)
+        return OnnxCall(graph, tensors, self._accelerator, self._device_name)
 
     def environment(self) -> None:  # type: ignore[override]
         """Return None: outputs equal eager only within tolerances."""

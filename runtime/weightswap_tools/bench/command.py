@@ -12,20 +12,16 @@ import typer
 from weightswap_tools.bench import BenchReport, CallTimes, EngineBench, SwapTimes, bench, sizes_text
 from weightswap_tools.reports.blocks import (
     Axis,
-    Block,
     Cell,
     Column,
     Facts,
-    Lane,
     Line,
     LinePlot,
     Note,
     Report,
     Scale,
     Section,
-    Span,
     Table,
-    Timeline,
     columns,
 )
 from weightswap_tools.reports.page import write_report
@@ -156,7 +152,7 @@ def _print_table(title: str, table: Table) -> None:
 
 
 def bench_report(report: BenchReport) -> Report:
-    """Return a report: calls as plots over the batch size and as a table, swaps on a timeline, and memory."""
+    """Return a report: calls as plots over the batch size and as a table, swaps likewise, and memory."""
     failures = _failures(report)
     facts = (
         ("artifact", report.artifact),
@@ -166,12 +162,10 @@ def bench_report(report: BenchReport) -> Report:
         ("machine", report.machine),
         *((f"left out: {engine}", reason) for engine, reason in report.left_out.items()),
     )
-    lanes = tuple(Lane(_name(result), tuple(_spans(result.swaps))) for result in report.engines if result.swaps)
-    timeline: tuple[Block, ...] = (Timeline(lanes, "Swaps, one after another"),) if lanes else ()
     sections = (
         Section("Overview", (Facts(facts), *(Note(text, "bad") for text in failures))),
         Section(f"Calls of {report.method}", (*call_plots(report), call_table(report.engines)), _CALLS_NOTE),
-        Section("Swaps", (*timeline, _swap_table(report.engines)), _SWAPS_NOTE),
+        Section("Swaps", (*swap_plots(report.engines), _swap_table(report.engines)), _SWAPS_NOTE),
         Section("Memory", (_memory_table(report.engines),), _MEMORY_NOTE),
     )
     verdict = f"{len(failures)} failed" if failures else ""
@@ -270,14 +264,6 @@ def _micro(seconds: float) -> float:
 # The charts of the page.
 
 
-def _spans(swaps: Sequence[SwapTimes]) -> Iterator[Span]:
-    now = 0.0
-    for number, swap in enumerate(swaps, start=1):
-        for kind, seconds in (("staged", swap.staged), ("verified", swap.verified), ("paused", swap.paused)):
-            yield Span(now, now + seconds, f"swap {number}: {kind}, {_milli(seconds)} ms", kind)
-            now += seconds
-
-
 # to plot: a caption, the label of the axis, its unit, and for each line style what gives the value
 _Quantity = tuple[str, str, str, dict[str, Callable[[CallTimes], float | None]]]
 _QUANTITIES: tuple[_Quantity, ...] = (
@@ -324,3 +310,20 @@ def _points(
 ) -> tuple[tuple[float, float], ...]:
     points = ((one.sizes[dimension], figure(one)) for one in calls)
     return tuple(sorted((size, value) for size, value in points if value is not None))
+
+
+def swap_plots(results: Sequence[EngineBench]) -> Iterator[LinePlot]:
+    """Yield a plot of the phases of swaps, if there were any; a pause is far shorter than the rest, hence the scale."""
+    phases: dict[str, Callable[[SwapTimes], float]] = {
+        "staged": lambda swap: swap.staged,
+        "verified": lambda swap: swap.verified,
+        "paused": lambda swap: swap.paused,
+    }
+    lines = tuple(
+        Line(_name(result), tuple((number, _milli(seconds(swap))) for number, swap in enumerate(result.swaps, 1)), name)
+        for result in results
+        if result.swaps
+        for name, seconds in phases.items()
+    )
+    if lines:
+        yield LinePlot(lines, Axis("swap"), Axis("time", "ms", "log"), "The phases of each swap")

@@ -21,16 +21,16 @@ from weightswap_runtime.memory.device_memory import HOST
 from weightswap_runtime.model.loading import load
 from weightswap_runtime.model.model import Model
 from weightswap_tools.reports.blocks import (
+    Axis,
     Block,
     Cell,
     Column,
     Facts,
-    Lane,
+    Line,
+    LinePlot,
     Note,
     Report,
     Section,
-    Span,
-    Timeline,
     table_of,
 )
 from weightswap_tools.reports.page import write_report
@@ -50,6 +50,8 @@ from weightswap_tools.terminal import (
     say,
     warnings_said,
 )
+
+from .weights import time_text
 
 _VERIFIED = {"goldens": "recorded outputs are reproduced", "finite": "outputs of recorded calls are finite"}
 _POLL_SECONDS = 0.2  # to notice that the watcher has ended by itself
@@ -208,6 +210,7 @@ _COLUMNS: tuple[tuple[Column, Callable[[SwapReceipt], Cell]], ...] = (
     (Column("staged, ms", "number"), lambda receipt: round(receipt.seconds_staged * 1e3, 4)),
     (Column("verified, ms", "number"), lambda receipt: round(receipt.seconds_verified * 1e3, 4)),
     (Column("paused, ms", "number"), lambda receipt: round(receipt.seconds_paused * 1e3, 4)),
+    (Column("committed"), lambda receipt: time_text(receipt.committed_at)),
 )
 
 
@@ -226,7 +229,7 @@ def _swaps_reported(path: Path | None, model: Model) -> Iterator[None]:
 
 
 def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "") -> Report:
-    """Return a report with facts, a timeline, and a row for each commit."""
+    """Return a report with facts, a plot of the times, and a row for each commit."""
     facts = (
         ("artifact", str(model.artifact.path)),
         ("graph id", model.graph_id),
@@ -238,8 +241,7 @@ def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "
     notes: tuple[Block, ...] = (Note(refusal, "bad"),) if refusal else ()
     swaps: tuple[Block, ...] = (Note("nothing was committed"),)
     if receipts:
-        timeline = Timeline((Lane("swaps", tuple(_spans(receipts))),), "From the first byte to the commit.")
-        swaps = (timeline, table_of(receipts, _COLUMNS))
+        swaps = (_plot(receipts), table_of(receipts, _COLUMNS))
     sections = (Section("Model", (Facts(facts), *notes)), Section("Swaps", swaps))
     verdict = "refused" if refusal else plural(len(receipts), "commit")
     return Report("Swaps", str(model.artifact.path), sections, verdict, not refusal)
@@ -251,13 +253,15 @@ def _engine_text(model: Model) -> str:
     return f"{model.engine}; torch runs {', '.join(others)}" if others else model.engine
 
 
-def _spans(receipts: Sequence[SwapReceipt]) -> Iterator[Span]:
-    """Yield the phases of each commit, in seconds from the start of the first."""
-    phases = [(receipt.seconds_staged, receipt.seconds_verified, receipt.seconds_paused) for receipt in receipts]
-    starts = [receipt.committed_at - sum(lengths) for receipt, lengths in zip(receipts, phases, strict=True)]
-    first = min(starts)
-    for receipt, lengths, start in zip(receipts, phases, starts, strict=True):
-        at = start - first
-        for kind, length in zip(("staged", "verified", "paused"), lengths, strict=True):
-            yield Span(at, at + length, f"generation {receipt.generation}, {kind}: {receipt.source}", kind)
-            at += length
+def _plot(receipts: Sequence[SwapReceipt]) -> LinePlot:
+    """Return a plot with a line for each phase; a pause is many times shorter than the staging, hence the scale."""
+    phases: dict[str, Callable[[SwapReceipt], float]] = {
+        "staged": lambda receipt: receipt.seconds_staged,
+        "verified": lambda receipt: receipt.seconds_verified,
+        "paused": lambda receipt: receipt.seconds_paused,
+    }
+    lines = tuple(
+        Line(name, tuple((receipt.generation, seconds(receipt) * 1e3) for receipt in receipts))
+        for name, seconds in phases.items()
+    )
+    return LinePlot(lines, Axis("generation"), Axis("time", "ms", "log"), "The phases of each swap")

@@ -398,20 +398,18 @@ def _histogram(pair: _ValuePair, changed: int) -> NDArray[Any]:
 # Dead rows: rows of zeros along the first dimension. A row may span several blocks.
 
 
-class _RowTally(NamedTuple):
-    """The dead rows of a block. Other blocks may share its first and its last row."""
-
-    counts: NDArray[Any]  # of the others: dead on each side, and dead after, but not before
-    ends: dict[int, Flags]  # those two: index -> for each side whether it is zero here
+# Of a block: how many rows are dead on each side, and dead after, but not before; and its first and its last row, which
+# other blocks may share and which are not counted: index -> for each side whether it is zero here.
+_RowTally = tuple[NDArray[Any], dict[int, Flags]]
 
 
 def _merged_rows(tallies: Iterable[_RowTally], sides: int) -> list[int]:
     """Return the counts of all blocks of a tensor, including rows that span several blocks."""
     counts = np.zeros(sides + 1, np.int64)
     ends: dict[int, Flags] = {}
-    for tally in tallies:
-        counts += tally.counts
-        for row, flags in tally.ends.items():
+    for dead, shared in tallies:
+        counts += dead
+        for row, flags in shared.items():
             ends[row] = flags & ends.get(row, True)
     for flags in ends.values():
         counts += [*flags, flags[-1] & ~flags[0]]
@@ -424,4 +422,4 @@ def _dead_rows(sides: Sequence[_Numbers], length: int, begin: int) -> _RowTally:
     dead = np.array([~np.logical_or.reduceat(side.values != 0, starts) for side in sides])
     whole, first = dead[:, 1:-1], begin // length
     counts = np.array([*whole.sum(axis=1), (whole[-1] & ~whole[0]).sum()])
-    return _RowTally(counts, dict(zip((first, first + len(starts) - 1), dead[:, [0, -1]].T, strict=True)))
+    return counts, dict(zip((first, first + len(starts) - 1), dead[:, [0, -1]].T, strict=True))

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from weightswap_runtime.engines.graph_archive import (
-    Argument,
-    NamedArgument,
+    Graph,
+    Node,
     SchemaRecord,
     UnknownPart,
     argument_names,
     check_records,
-    model_json,
+    read_argument,
+    read_program,
 )
 from weightswap_runtime.errors import ArtifactError, lines_of, listed, plural
 from weightswap_runtime.format.artifact import Artifact
@@ -79,8 +80,7 @@ def outline(artifact: Artifact, method: Method) -> Outline:
     where = str(artifact.path / method.graph)
     check_records(raw, where)
     try:
-        graph = msgspec.json.decode(model_json(raw), type=_Program).graph_module.graph
-        return _OutlineReader(graph, method).read()
+        return _OutlineReader(read_program(raw).graph_module.graph, method).read()
     except _DAMAGED as error:
         raise ArtifactError(f"{where}: cannot be read ({error}). Export the artifact again.") from error
 
@@ -105,32 +105,7 @@ def module_nodes(graph: Outline, manifest: Manifest) -> ModuleNode:
     return nodes.node(nodes.root)
 
 
-# The part of the graph's document that an outline needs.
-
-
-class _Program(SchemaRecord, frozen=True):
-    graph_module: _WithGraph
-
-
-class _WithGraph(SchemaRecord, frozen=True):
-    """The module of a program, or the argument of a higher-order operator."""
-
-    graph: _Graph
-
-
-class _Graph(SchemaRecord, frozen=True):
-    inputs: tuple[Argument, ...]
-    outputs: tuple[Argument, ...]
-    nodes: tuple[_CallNode, ...]
-    tensor_values: dict[str, _Meta] = msgspec.field(default_factory=dict)
-    sym_int_values: dict[str, _Size] = msgspec.field(default_factory=dict)
-
-
-class _CallNode(SchemaRecord, frozen=True):
-    target: str
-    inputs: tuple[NamedArgument, ...]
-    outputs: tuple[Argument, ...]
-    metadata: dict[str, str] = msgspec.field(default_factory=dict)
+# What engines leave undecoded of a graph.
 
 
 class _Meta(SchemaRecord, frozen=True):
@@ -147,13 +122,18 @@ class _Expression(SchemaRecord, frozen=True):
     expr_str: str
 
 
+_TENSORS = msgspec.json.Decoder(dict[str, _Meta])
+_NUMBERS = msgspec.json.Decoder(dict[str, _Size])
+_TEXTS = msgspec.json.Decoder(dict[str, str])
+
+
 # From a graph to its outline.
 
 
 class _OutlineReader:
     """Reader of a graph. One pass over the calls collects the producer and the users of every value."""
 
-    def __init__(self, graph: _Graph, method: Method) -> None:
+    def __init__(self, graph: Graph, method: Method) -> None:
         self.graph = graph
         self.tensors: dict[str, _Meta] = {}
         self.numbers: dict[str, _Size] = {}
@@ -181,26 +161,25 @@ class _OutlineReader:
                     self.inputs[name] = f"the {item.kind} {item.name}"
                     self.owners[name] = item.name.rpartition(".")[0]
 
-    def _read_calls(self, graph: _Graph, default: str) -> None:
+    def _read_calls(self, graph: Graph, default: str) -> None:
         """Read the calls of a graph, and of the subgraphs of its higher-order operators."""
-        self.tensors = graph.tensor_values | self.tensors
-        self.numbers = graph.sym_int_values | self.numbers
+        self.tensors = _TENSORS.decode(graph.tensor_values) | self.tensors
+        self.numbers = _NUMBERS.decode(graph.sym_int_values) | self.numbers
         for call in graph.nodes:
             path = self._module_of(call, default)
             self.modules[path].calls[call.target.removeprefix("torch.ops.")] += 1
             for argument in call.inputs:
                 if "as_graph" in argument.arg:
-                    inner = msgspec.json.decode(argument.arg["as_graph"], type=_WithGraph).graph
-                    self._read_calls(inner, path)
+                    self._read_calls(read_argument(argument.arg)[1].graph, path)
                 else:
                     self.uses += [(name, path) for name in argument_names(argument.arg)]
             for output in call.outputs:
                 self.producers.update(dict.fromkeys(argument_names(output), path))
 
-    def _module_of(self, call: _CallNode, default: str) -> str:
+    def _module_of(self, call: Node, default: str) -> str:
         """Return the path of the module that makes a call. Adds all modules of its stack, with their classes."""
         path = default
-        for entry in call.metadata.get("nn_module_stack", "").split(";"):
+        for entry in _TEXTS.decode(call.metadata).get("nn_module_stack", "").split(";"):
             _, comma, rest = entry.partition(",")
             raw_path, second_comma, kind = rest.rpartition(",")
             if not comma or not second_comma or _HOOK in entry:
@@ -266,20 +245,20 @@ def _paths_left(path: str, other: str) -> Iterator[str]:
             yield inner
 
 
-def _symbols(graph: _Graph, method: Method) -> dict[str, str]:
+def _symbols(graph: Graph, method: Method) -> dict[str, str]:
     """Return the signature's names for the symbols of the graph."""
     inputs = input_leaves(method.signature)
     arguments = [argument for argument, item in zip(graph.inputs, method.inputs, strict=True) if item.kind == "input"]
-    pairs: dict[str, str] = {}
+    tensors, pairs = _TENSORS.decode(graph.tensor_values), dict[str, str]()
     for leaf, argument in zip(inputs, arguments, strict=True):
         if isinstance(leaf, Tensor):
-            pairs.update(_symbol_names(leaf, graph, argument_names(argument)))
+            pairs.update(_symbol_names(leaf, tensors, argument_names(argument)))
     return pairs
 
 
-def _symbol_names(leaf: Tensor, graph: _Graph, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _symbol_names(leaf: Tensor, tensors: Mapping[str, _Meta], names: Iterable[str]) -> Iterator[tuple[str, str]]:
     for name in names:
-        for size, graph_size in zip(leaf.shape, graph.tensor_values[name].sizes, strict=True):
+        for size, graph_size in zip(leaf.shape, tensors[name].sizes, strict=True):
             if graph_size.as_expr is not None:
                 yield graph_size.as_expr.expr_str, str(size)
 

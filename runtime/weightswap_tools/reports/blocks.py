@@ -119,29 +119,6 @@ class LinePlot(_BlockPart, frozen=True, tag="lines"):
     caption: str = ""
 
 
-class Span(_BlockPart, frozen=True):
-    """An event."""
-
-    start: float  # in seconds
-    end: float
-    label: str
-    kind: str  # spans of a kind share a colour
-
-
-class Lane(_BlockPart, frozen=True):
-    """A row of spans, such as those of a thread."""
-
-    name: str
-    spans: tuple[Span, ...]
-
-
-class Timeline(_BlockPart, frozen=True, tag="timeline"):
-    """Lanes over one axis of seconds."""
-
-    lanes: tuple[Lane, ...]
-    caption: str = ""
-
-
 class TreemapNode(_BlockPart, frozen=True):
     """An area."""
 
@@ -184,7 +161,7 @@ class ModuleGraph(_BlockPart, frozen=True, tag="modules"):
     caption: str = ""
 
 
-ChartBlock = HeatMap | Histogram | LinePlot | Timeline | Treemap
+ChartBlock = HeatMap | Histogram | LinePlot | Treemap
 Block = Facts | Note | Table | ModuleGraph | ChartBlock
 
 

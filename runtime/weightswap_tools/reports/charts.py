@@ -21,14 +21,12 @@ from .blocks import (
     Histogram,
     Line,
     LinePlot,
-    Span,
     Table,
-    Timeline,
     Treemap,
     TreemapNode,
     columns,
 )
-from .markup import cut_text, distinct_texts, markup, number_text, seconds_text, short_text, table_markup, time_unit
+from .markup import cut_text, distinct_texts, markup, number_text, short_text, table_markup
 
 __all__ = ["Chart", "chart_of"]
 Option = dict[str, Any]
@@ -67,8 +65,6 @@ def chart_of(block: ChartBlock) -> Chart:
             return _histogram(block)
         case LinePlot():
             return _line_plot(block)
-        case Timeline():
-            return _timeline(block)
         case Treemap():
             return _treemap(block)
 
@@ -227,76 +223,6 @@ def _log_ticks(values: list[float]) -> list[float]:
     steps = [float(f"{factor}e{ten}") for ten in range(low, high + 1 + stride, stride) for factor in factors]
     steps = [step for step in steps if 0 < step < math.inf]
     return steps[max(0, bisect_right(steps, values[0]) - 1) : bisect_left(steps, values[-1]) + 1]
-
-
-# Timelines. The bars are drawn by a custom series over a hidden second axis, on which a lane is one unit high.
-
-_LANE_HEIGHT = 44  # pixels
-_BAR = 0.46  # of a lane's height
-_MOST_UNZOOMED = 12  # spans
-_TIME_MOVES = {"Earlier": (-0.5, 1), "Later": (0.5, 1), "Zoom in": (0, 0.5), "Zoom out": (0, 2)}
-_SPAN_COLUMNS = (
-    *columns("lane", "label", "kind"),
-    *columns("start (s)", "end (s)", "seconds", kind="number"),
-)
-
-
-def _timeline(block: Timeline) -> Chart:
-    """Return a chart with bars in lanes, which can be zoomed if there are many."""
-    spans = [(row, span) for row, lane in enumerate(block.lanes) for span in lane.spans]
-    rows = (
-        (block.lanes[row].name, span.label, span.kind, span.start, span.end, span.end - span.start)
-        for row, span in spans
-    )
-    zoomed = len(spans) > _MOST_UNZOOMED
-    return Chart(
-        block.caption or "Timeline",
-        _LANE_HEIGHT * len(block.lanes) + (120 if zoomed else 84),
-        _timeline_option([lane.name for lane in block.lanes], spans, zoomed),
-        Table(_SPAN_COLUMNS, tuple(rows)),
-        after=_moves("Part of the time", _TIME_MOVES) if zoomed else "",
-    )
-
-
-def _timeline_option(lanes: list[str], spans: list[tuple[int, Span]], zoomed: bool) -> Option:
-    factor, unit = time_unit(max((abs(span.end) for _, span in spans), default=0.0))
-    kinds = list(dict.fromkeys(span.kind for _, span in spans))
-    slider = {"type": "slider", "filterMode": "weakFilter", "bottom": 10, "height": 20, "showDetail": False}
-    times = {"formatter": f"{{value}} {unit}", "showMaxLabel": False}
-    names = {"width": 160, "overflow": "truncate", "interval": 0}
-    rows = {"type": "category", "inverse": True, "data": lanes, "splitLine": {"show": True}, "axisLabel": names}
-    heights = {"type": "value", "inverse": True, "show": False, "axisLabel": {"show": False}, "min": 0}
-    return {
-        "grid": {"left": 16, "right": 32, "top": 8, "bottom": 84 if zoomed else 48, "containLabel": True},
-        "tooltip": _ITEM,
-        "legend": {"bottom": 36 if zoomed else 4, "data": kinds, "type": "scroll", "selectedMode": False},
-        "dataZoom": [slider] if zoomed else [],
-        "xAxis": {"type": "value", "min": "dataMin", "max": "dataMax", "axisLabel": times},
-        "yAxis": [rows, {**heights, "max": len(lanes)}],
-        "series": [
-            {
-                "type": "custom",
-                "name": kind,
-                "yAxisIndex": 1,
-                "data": [_span_bar(row, span, factor) for row, span in spans if span.kind == kind],
-                "encode": _CORNERS,
-                "itemStyle": {"color": _hue(number)},
-            }
-            for number, kind in enumerate(kinds)
-        ],
-    }
-
-
-def _span_bar(row: int, span: Span, factor: float) -> Option:
-    texts = [
-        span.label,
-        span.kind,
-        f"{seconds_text(span.start)} to {seconds_text(span.end)}",
-        f"lasts {seconds_text(span.end - span.start)}",
-    ]
-    middle = row + 0.5
-    corners = [span.start * factor, span.end * factor, middle + _BAR / 2, middle - _BAR / 2]
-    return {"value": corners, "label": span.label, "told": texts}
 
 
 # Treemaps. The page's own script enters areas: it shows two levels at a time, and a list for the keyboard.

@@ -19,7 +19,6 @@ _MOST_EXACT = 2**53  # a browser's numbers are float64
 # An HTML parser looks for `</script>` and `<!--` even in JSON; U+2028 and U+2029 end lines in older scripts.
 _UNSAFE = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
 _FILTER_FROM = 11  # rows
-_TIME_UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))  # from which time on, units per second, name
 
 
 def markup(text: str) -> str:
@@ -107,16 +106,3 @@ def cut_text(text: str, most: int) -> str:
     """Cut a text in the middle, as names of weights start alike."""
     end = -(-most * 3 // 5)
     return text if len(text) <= most else f"{text[: most - end - 1]}…{text[-end:]}"
-
-
-def seconds_text(value: float) -> str:
-    """Return a time in the unit that suits it: `0.25` as `250 ms`."""
-    factor, unit = time_unit(value)
-    return f"{short_text(value * factor, 4)} {unit}"
-
-
-def time_unit(longest: float) -> tuple[float, str]:
-    """Return the units per second of the unit that suits a time, and its name."""
-    if longest == 0:
-        return 1.0, "s"
-    return next((factor, unit) for least, factor, unit in _TIME_UNITS if abs(longest) >= least)

@@ -15,7 +15,7 @@ from torch import nn
 from tests.support.models import Does
 from tests.support.split import GPT2_PLAN, PACKED_PLAN, Packed, gpt2, llama, sample
 from weightswap_exporter import Parallel, export, skeleton
-from weightswap_exporter.engines import rank_check
+from weightswap_exporter.engines import engine_check
 from weightswap_runtime import CaptureError, ExportError, Unsupported
 
 
@@ -165,7 +165,7 @@ def test_what_reads_a_layer_otherwise_than_by_its_part_is_refused(between: Any, 
 
 
 def test_what_cannot_be_tried_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_check, "MOST_BYTES", 100)
+    monkeypatch.setattr(engine_check, "MOST_SPLIT_BYTES", 100)
     with pytest.warns(UserWarning, match="could not be tried: its weights take more than"):
         export_split(lambda m, y: y, tmp_path)
 

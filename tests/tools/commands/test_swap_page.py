@@ -1,33 +1,28 @@
-"""`weightswap swap --html`: a timeline of commits, even if the last file is refused."""
+"""`weightswap swap --html`: the phases of each commit, even if the last file is refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.program import run
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import load
 from weightswap_tools.commands.swap import swaps_report
-from weightswap_tools.reports.blocks import Note, Table, Timeline
+from weightswap_tools.reports.blocks import LinePlot, Note, Table
 
 
-def test_each_commit_has_its_phases_one_after_the_other(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+def test_each_commit_has_its_phases(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     model = load(tiny.path, weight_file(1))
     model.swap(weight_file(2))
     model.rollback()
     report = swaps_report(model, model.history)
-    timeline, table = report.sections[1].blocks
-    assert isinstance(timeline, Timeline)
+    plot, table = report.sections[1].blocks
+    assert isinstance(plot, LinePlot)
     assert isinstance(table, Table)
-    spans = timeline.lanes[0].spans
-    assert [span.kind for span in spans] == ["staged", "verified", "paused"] * 3
-    assert spans[0].start == pytest.approx(0, abs=1e-3)
-    for receipt, phases in zip(model.history, (spans[0:3], spans[3:6], spans[6:9]), strict=True):
-        lengths = receipt.seconds_staged, receipt.seconds_verified, receipt.seconds_paused
-        assert [span.end - span.start for span in phases] == pytest.approx(lengths, abs=1e-6)
-        assert phases[0].end == phases[1].start
+    assert [line.group for line in plot.lines] == ["staged", "verified", "paused"]
+    for place, receipt in enumerate(model.history):
+        seconds = receipt.seconds_staged, receipt.seconds_verified, receipt.seconds_paused
+        assert [line.points[place] for line in plot.lines] == [(place, 1e3 * phase) for phase in seconds]
     assert [row[:3] for row in table.rows] == [
         (0, str(weight_file(1)), "full"),
         (1, str(weight_file(2)), "full"),

@@ -11,7 +11,6 @@ from weightswap_tools.reports.blocks import (
     Facts,
     HeatMap,
     Histogram,
-    Lane,
     Line,
     LinePlot,
     ModuleGraph,
@@ -20,9 +19,7 @@ from weightswap_tools.reports.blocks import (
     Note,
     Report,
     Section,
-    Span,
     Table,
-    Timeline,
     Treemap,
     TreemapNode,
 )
@@ -66,13 +63,6 @@ HEAT = HeatMap(
     ("encoder", EVIL, "head"), ("cpu", "aoti"), ((1e-7, 1e-3), (None, math.nan), (0.0, 2.0)), "error", "Errors"
 )
 BINS = Histogram((0.0, 1e-8, 1e-4, 1.0), (5, 0, 7), "difference", "Differences")
-SPANS = Timeline(
-    (
-        Lane("calls", tuple(Span(n / 10, n / 10 + 0.05, f"call {n}", "call") for n in range(10))),
-        Lane(EVIL, (Span(0.2, 0.7, EVIL, "stage"), Span(0.7, 0.701, "commit", "commit"))),
-    ),
-    "Swap",
-)
 BATCH, LATENCY = Axis("size of batch", "", "log"), Axis("time of a call", "ms", "log")
 LINES = LinePlot(
     (
@@ -84,7 +74,7 @@ LINES = LinePlot(
     LATENCY,
     "Latency",
 )
-CHARTS = {"treemap": MAP, "heat map": HEAT, "bins": BINS, "timeline": SPANS, "lines": LINES}
+CHARTS = {"treemap": MAP, "heat map": HEAT, "bins": BINS, "lines": LINES}
 EVERYTHING = Report(
     EVIL,
     "\n".join(ODD),
@@ -105,8 +95,6 @@ NOTHING = (
     Histogram((0.0,), (), "x"),
     LinePlot((), Axis("x"), Axis("y")),
     LinePlot((Line("a", ()),), BATCH, LATENCY),
-    Timeline(()),
-    Timeline((Lane("a", ()),)),
     Treemap(TreemapNode("r", 0), "bytes"),
     ModuleGraph(ModuleNode("", "", "", (), (), ())),
     ModuleGraph(ModuleNode("", "", "", (), (), (), (ModuleRun((ModuleNode("0", "", "", (), (), ()),)),))),
@@ -122,6 +110,5 @@ ODD_NUMBERS = (
     Histogram((0.0, 1.0), (0,), "x"),
     Histogram((5.0, 5.0), (3,), "x"),
     Histogram((-math.inf, 0.0, math.inf), (1, 2), "x"),
-    Timeline((Lane("a", (Span(1, 1, "x", "k"),)),)),
     Treemap(TreemapNode("r", 0, "", (TreemapNode("a", 0), TreemapNode("b", 0, "", (TreemapNode("c", 0),)))), "bytes"),
 )

@@ -16,11 +16,10 @@ from tests.tools.reports.samples import (
     MAP,
     NOTHING,
     ODD_NUMBERS,
-    SPANS,
     report_of,
     table,
 )
-from weightswap_tools.reports.blocks import Block, ChartBlock, Lane, Span, Timeline, Treemap, TreemapNode
+from weightswap_tools.reports.blocks import Block, ChartBlock, Treemap, TreemapNode
 
 pytestmark = pytest.mark.slow
 
@@ -59,41 +58,6 @@ def test_bins_of_orders_of_magnitude_are_equally_wide(open_report: Open) -> None
     assert len(bars) == 3
     assert max(bars) - min(bars) <= 1
     assert {"0", "1e-8", "1e-4", "1"} <= set(labels(page))
-
-
-def test_spans_lie_in_their_lanes(open_report: Open) -> None:
-    page = open_report(report_of(SPANS))
-    assert {"calls", EVIL, "call", "stage", "commit"} <= set(labels(page))
-    assert shapes(page, "hue-1") == 10 + 1  # and one in the legend
-    rows = alternative(page)
-    assert len(rows) == 12
-    assert rows[10] == [EVIL, EVIL, "stage", "0.2", "0.7", "0.5"]
-
-
-def test_the_time_is_zoomed_by_buttons(open_report: Open) -> None:
-    many = Timeline((Lane("calls", tuple(Span(place, place + 0.5, f"c{place}", "call") for place in range(40))),))
-    page = open_report(report_of(many))
-    buttons = page.get_by_role("group", name="Part of the time")
-    assert shapes(page, "hue-1") == 40 + 1
-    buttons.get_by_role("button", name="Zoom in").press("Enter")
-    page.locator("svg text").filter(has_text="27 s").wait_for()
-    assert shapes(page, "hue-1") == 20 + 1
-    assert "0 s" not in labels(page)
-    buttons.get_by_role("button", name="Later").press("Enter")
-    page.locator("svg text").filter(has_text="36 s").wait_for()
-    buttons.get_by_role("button", name="Zoom out").press("Enter")
-    page.get_by_text("0 s", exact=True).wait_for()
-    assert shapes(page, "hue-1") == 40 + 1
-
-
-def test_the_tooltip_of_a_span_is_plain_text(open_report: Open) -> None:
-    page = open_report(report_of(SPANS))
-    label = page.locator("svg text").filter(has_text=EVIL).last
-    label.hover(force=True)
-    tip = page.get_by_text("lasts 500 ms")
-    tip.wait_for()
-    assert tip.locator("xpath=..").locator("strong").text_content() == EVIL
-    assert page.locator("img").count() == 0
 
 
 def test_areas_are_zoomed_by_mouse(open_report: Open) -> None:

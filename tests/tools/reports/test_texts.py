@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightswap_tools.reports.markup import cut_text, distinct_texts, number_text, seconds_text, short_text, time_unit
+from weightswap_tools.reports.markup import cut_text, distinct_texts, number_text, short_text
 
 
 @pytest.mark.parametrize(
@@ -40,15 +40,6 @@ def test_whole_numbers_are_shown_in_full(value: float, says: str) -> None:
 @given(st.lists(st.floats(allow_nan=False), min_size=2, max_size=3, unique=True))
 def test_different_numbers_have_different_texts(values: list[float]) -> None:
     assert len(set(distinct_texts(values))) == len(values)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "says"),
-    [(0, "0 s"), (27, "27 s"), (0.25, "250 ms"), (1e-3, "1 ms"), (1.5e-6, "1.5 µs"), (1e-9, "0.001 µs")],
-)
-def test_times_have_a_unit_that_suits_them(seconds: float, says: str) -> None:
-    assert seconds_text(seconds) == says
-    assert time_unit(seconds)[1] == says.split()[1]
 
 
 @given(st.text(max_size=60), st.integers(5, 40))

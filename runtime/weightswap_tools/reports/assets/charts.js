@@ -42,7 +42,7 @@ function drawChart(figure, block) {
   const { option } = block;
   for (const series of option.series) {
     series.emphasis = { disabled: true }; // else the library would compute with colours, which are variables here
-    series.renderItem = (at, api) => bar(at, api, series.data[at.dataIndex].label, fontFamily); // of custom series
+    series.renderItem = bar; // of custom series
     if (series.type === "heatmap") addSigns(series, option);
   }
   const tooltipOption = { ...TOOLTIP, ...option.tooltip, formatter: (items) => tooltip(block, [items].flat()) };
@@ -84,25 +84,12 @@ function addSigns(series, { visualMap: { pieces }, xAxis, yAxis }) {
   });
 }
 
-/** A rectangle between two corners, at least two pixels wide, with a label if it has room for one. */
-function bar(at, api, label = "", fontFamily) {
+/** A bar between two corners, at least two pixels wide. */
+function bar(at, api) {
   const [left, bottom] = api.coord([api.value(0), api.value(2)]);
   const [right, top] = api.coord([api.value(1), api.value(3)]);
-  const x = Math.min(left, at.coordSys.x + at.coordSys.width - 2);
-  const whole = { x, y: top, width: Math.max(2, right - x - 1), height: bottom - top };
-  const shape = echarts.graphic.clipRectByRect(whole, at.coordSys);
-  if (!shape) return null;
-  const fill = api.visual("color");
-  const text = shape.width > 40 ? label : "";
-  const look = { width: shape.width - 10, overflow: "truncate", ellipsis: "…", fontFamily, fontSize: 12 };
-  return {
-    type: "rect",
-    shape: { ...shape, r: label && 3 },
-    style: { fill },
-    emphasisDisabled: true,
-    textContent: { type: "text", style: { text, fill: inkOn(fill), ...look } },
-    textConfig: { position: "insideLeft", distance: 5 },
-  };
+  const shape = { x: left, y: top, width: Math.max(2, right - left - 1), height: bottom - top };
+  return { type: "rect", shape, style: { fill: api.visual("color") }, emphasisDisabled: true };
 }
 
 /** Toggle a key. A line is shown while all keys that name it are pressed. */
