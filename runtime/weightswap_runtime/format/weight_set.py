@@ -172,20 +172,16 @@ def _open_file(location: Location, check: Check | None, most_header: int) -> Fil
 def goldens_path(weights: str | os.PathLike[str]) -> Path:
     """Return `v1.goldens.safetensors` for `v1.safetensors`, or for the index of its shards."""
     path = weights if isinstance(weights, Path) else Path(weights)
-    return path.with_name(_goldens_name(path.name))
-
-
-def goldens_url(weights: Url) -> Url:
-    """Return the URL of the goldens for the URL of a weight file or an index, like `goldens_path`."""
-    return weights.with_name(_goldens_name(weights.name))
+    return path.with_name(goldens_name(path.name))
 
 
 def companions(name: str) -> tuple[str, str]:
     """Return the names of the files beside weights of this name that decide whether they are taken."""
-    return _goldens_name(name), name + SIGNATURE_SUFFIX
+    return goldens_name(name), name + SIGNATURE_SUFFIX
 
 
-def _goldens_name(name: str) -> str:
+def goldens_name(name: str) -> str:
+    """Return the name of the goldens beside weights of this name, like `goldens_path`."""
     suffix = next((suffix for suffix in (INDEX_SUFFIX, SUFFIX) if name.endswith(suffix)), "")
     return name.removesuffix(suffix) + GOLDENS_SUFFIX
 
