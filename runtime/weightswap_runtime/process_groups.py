@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MOST_DOCUMENT = 64 << 20  # bytes of a document: a receipt names each weight that is not finite
 _EXCHANGE = 1  # the tag of these messages, apart from others between two ranks, is this and their size
 _SHORT_NAP, _LONG_NAP = 1e-4, 5e-3  # seconds between two looks whether something has ended
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=msgspec.Struct | str)
 
 
 _numbers = count()  # of groups that were made here
