@@ -138,9 +138,9 @@ def test_a_lost_part_is_refused(rank: str, torn: Path, artifact: Artifact, tmp_p
     served = load(artifact, pack(Net(7), artifact, out=tmp_path / "other.safetensors").path)
     before = served.weights_id
     # a lost first part leaves a gap; without the last one what remains may be whole, but too small
-    with pytest.raises((WeightFileError, WeightsMismatch), match=r"is in no file|files of the ranks"):
+    with pytest.raises((WeightFileError, WeightsMismatch), match=r"along dimension|is missing|files of the ranks"):
         served.swap(torn)
-    with pytest.raises((WeightFileError, WeightsMismatch), match=r"is in no file|files of the ranks"):
+    with pytest.raises((WeightFileError, WeightsMismatch), match=r"along dimension|is missing|files of the ranks"):
         pack(torn, artifact, out=tmp_path / "torn.safetensors")
     assert served.weights_id == before
 
@@ -153,5 +153,5 @@ def test_the_part_of_one_rank_is_refused(parts: Path, artifact: Artifact) -> Non
 def test_parts_of_an_older_save_with_more_ranks_are_refused(torn: Path, artifact: Artifact) -> None:
     last = max(torn.iterdir())
     shutil.copy(last, last.with_name("shard-00009-model-00001-of-00001.safetensors"))
-    with pytest.raises(WeightFileError, match=r"byte \d+ of \S+, element \[.*\], is in 2 files.*Copy the files of all"):
+    with pytest.raises(WeightFileError, match=r"two parts begin at \[.*Copy the files of all"):
         load(artifact, torn)
