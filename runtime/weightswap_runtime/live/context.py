@@ -22,7 +22,6 @@ from weightswap_runtime.format.context_file import MadeWith, write_context
 from weightswap_runtime.jobs import Claim, ClaimReference, fork_safe
 
 from .gate import Gate, Pin, Version
-from .session import Session
 from .variants import Choice
 
 OnSwap = Literal["invalidate", "reset", "keep", "pin"]
@@ -54,7 +53,7 @@ class Context(AbstractContextManager["Context"]):
         artifact: Artifact,
         engine: Engine,
         state: State,
-        gate: Gate[Session],
+        gate: Gate,
         on_swap: OnSwap,
         weights_id: str | None = None,
         variants: Mapping[str, str] | None = None,
@@ -142,7 +141,7 @@ class Context(AbstractContextManager["Context"]):
             raise ContextError("the context was closed; make another with model.new_context()", reason="closed")
         return self._state
 
-    def acquire(self, gate: Gate[Session], lease: Claim) -> Version[Session]:
+    def acquire(self, gate: Gate, lease: Claim) -> Version:
         """Lease the weights for a call: the served ones, or those that the context is pinned to."""
         if self._pinned is None:
             return gate.acquire(lease)

@@ -307,7 +307,7 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
             if version is not None:
                 gate.release(version.session, lease)
 
-    def _acquire(self, context: Context, lease: Claim) -> Version[Session]:
+    def _acquire(self, context: Context, lease: Claim) -> Version:
         self._check_open()
         return context.acquire(self._gate, lease)
 
@@ -326,11 +326,11 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
 class Pinned(Caller, AbstractContextManager["Pinned"]):
     """One version of the model for the length of a `with` block; threads may share it."""
 
-    def __init__(self, methods: Methods, gate: Gate[Session], ranks: Ranks | None) -> None:
+    def __init__(self, methods: Methods, gate: Gate, ranks: Ranks | None) -> None:
         super().__init__(methods)
         self._gate = gate
         self._ranks = ranks  # which may have to keep changes out
-        self._version: Version[Session] | None = None
+        self._version: Version | None = None
         self._lease: Pin
 
     def __enter__(self) -> Pinned:
@@ -368,7 +368,7 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
     def _served_id(self) -> str | None:
         return self.weights_id
 
-    def _pinned(self) -> Version[Session]:
+    def _pinned(self) -> Version:
         if self._version is None:
             raise CallError("enter the pin first: with model.pin() as pinned: ...")
         return self._version
