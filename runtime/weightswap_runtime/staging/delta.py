@@ -52,9 +52,9 @@ def files_after(served: str | None, weights: WeightSet, stamp: DeltaStamp, stagi
     if not onto or stamp.base == served:
         return ()
     for index in reversed(range(len(onto))):
-        if onto[index].weights_id == served:
+        if onto[index][1] == served:
             return onto[index + 1 :]
-    with open_weights(onto[0].path, staging.job.check, staging.manifest.most_header) as first:
+    with open_weights(onto[0][0], staging.job.check, staging.manifest.most_header) as first:
         return onto if delta_stamp(first) else None
 
 
@@ -74,7 +74,7 @@ def stage_delta(
     base, said = served.weights_id, f"{served.weights_id[:12]} are served"
     for each in through:
         step = _staging_of(each, staging)
-        with open_weights(each.path, staging.job.check, staging.manifest.most_header) as opened:
+        with open_weights(each[0], staging.job.check, staging.manifest.most_header) as opened:
             between = _stamp_of(opened, step)
             _check_base(between, opened.where, base, said)
             layers.add(_read_parts(opened, between, step))
@@ -142,13 +142,13 @@ def stage_chain(
     """
     full, *deltas = staging.request.onto
     first = _staging_of(full, staging)
-    with open_weights(full.path, staging.job.check, staging.manifest.most_header) as opened:
+    with open_weights(full[0], staging.job.check, staging.manifest.most_header) as opened:
         planned = plan(opened, first.manifest, first.request, arena.layout.shares)
         identity, report = stage_full(planned, arena, first)
     *earlier, through = _groups(deltas, _size(weights), staging)
     for *others, each in earlier:
         step = _staging_of(each, staging)
-        with open_weights(each.path, staging.job.check, staging.manifest.most_header) as opened:
+        with open_weights(each[0], staging.job.check, staging.manifest.most_header) as opened:
             identity, later, patch = stage_delta(opened, _stamp_of(opened, step), arena, identity, step, tuple(others))
         patch.write_to(arena, staging.workers, staging.job)
         report = _added(report, later)
@@ -165,7 +165,7 @@ def _groups(deltas: Sequence[BaseFile], last: int, staging: Staging) -> list[lis
     groups: list[list[BaseFile]] = [[]]
     size = 0
     for each in deltas:
-        with open_weights(each.path, staging.job.check, staging.manifest.most_header) as opened:
+        with open_weights(each[0], staging.job.check, staging.manifest.most_header) as opened:
             more = _size(opened)
         if groups[-1] and size + more > _TOGETHER:
             groups.append([])
@@ -186,7 +186,8 @@ def _added(before: StagingReport, later: StagingReport) -> StagingReport:
 
 def _staging_of(base: BaseFile, staging: Staging) -> Staging:
     """Return the staging of an earlier file, which must give the stated weights; non-finite values are allowed."""
-    request = staging.request._replace(source=base.path, expect=base.weights_id, allow_nonfinite=None)
+    path, weights_id = base
+    request = staging.request._replace(source=path, expect=weights_id, allow_nonfinite=None)
     return staging._replace(request=request)
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import starmap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
@@ -86,11 +85,8 @@ class SwapOptions(WatchOptions, total=False):
     base: str | None
 
 
-class BaseFile(NamedTuple):
-    """File that leads to the base of a delta: a full set, or an earlier delta. `weights_id` is what it results in."""
-
-    path: PathLike
-    weights_id: str
+# a file that leads to the base of a delta, a full set or an earlier delta, and the id of the weights that it results in
+BaseFile = tuple[PathLike, str]
 
 
 class SwapRequest(NamedTuple):
@@ -119,7 +115,7 @@ class SwapRequest(NamedTuple):
         options: Mapping[str, Any],
         manifest: Manifest,
         composed: tuple[str, ...],
-        onto: Iterable[tuple[PathLike, str]] = (),
+        onto: Iterable[BaseFile] = (),
     ) -> SwapRequest:
         """Return the request that a user's options make. composed: the weights that are parts of quantised tensors.
 
@@ -142,7 +138,7 @@ class SwapRequest(NamedTuple):
         source = _source_of(weights, given)
         if isinstance(source, GivenWeights):
             given["keys"] = given.get("keys") or source.keys
-        request = cls(source, **given, onto=tuple(starmap(BaseFile, onto)))
+        request = cls(source, **given, onto=tuple((path, weights_id) for path, weights_id in onto))
         request.check()
         return request
 
