@@ -80,10 +80,10 @@ def _named(store: Any, rank: int, size: int, limit: timedelta) -> ProcessGroup:
     return made
 
 
-def free_address(host: str) -> str:
+def free_address() -> str:
     """Return an address of this machine for `process_group`, with a port that is free now."""
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        return f"tcp://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
 class Members:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -16,11 +15,10 @@ from weightswap_runtime.errors import (
     GraphMismatch,
     UnexpectedWeights,
     Unsupported,
-    WeightswapError,
     check_timeout,
     lines_of,
 )
-from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
+from weightswap_runtime.format.delta import DeltaStamp
 from weightswap_runtime.format.goldens import Mode, check_mode
 from weightswap_runtime.format.identity import (
     Allowed,
@@ -147,7 +145,8 @@ class SwapRequest(NamedTuple):
         if not isinstance(self.keys, str | None) or self.keys not in READINGS:
             raise Unsupported(f"keys={self.keys!r}: expected {', '.join(map(repr, READINGS))}")
         if self.expect is not None and not (isinstance(self.expect, str) and DIGEST.fullmatch(self.expect)):
-            raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits{self._about_expected()}")
+            found = f", this has {len(self.expect)}" if isinstance(self.expect, str) else ""
+            raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits{found}")
         if self.labels and not isinstance(self.source, GivenWeights):
             raise Unsupported("labels: of weights from memory alone; a file has its own (pack(labels=))")
         check_labels(self.labels)
@@ -157,22 +156,6 @@ class SwapRequest(NamedTuple):
         check_busy(self.busy)
         check_timeout(self.timeout)
         check_rate_limit(self.rate_limit)
-
-    def _about_expected(self) -> str:
-        """Return more about an `expect` that is no weights id: its length, and if the file's id begins so."""
-        expected = self.expect
-        if not (isinstance(expected, str) and re.fullmatch("[0-9a-f]+", expected)):
-            return ""
-        if isinstance(self.source, GivenWeights):
-            return f", this has {len(expected)}"
-        try:
-            with open_weights(self.source) as weights:
-                stamp = delta_stamp(weights) or weights.stamp
-        except WeightswapError:
-            stamp = None
-        begins = stamp is not None and stamp.weights_id.startswith(expected)
-        more = f"; the id that the file records begins so: {stamp.weights_id}" if stamp and begins else ""
-        return f", this has {len(expected)}{more}"
 
     @property
     def where(self) -> str:
