@@ -19,7 +19,7 @@ from weightswap_runtime.following.controller import Change as OpenChange
 from weightswap_runtime.following.controller import Controller, Lease
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights, check_promotable
 from weightswap_runtime.following.desired_store import DesiredStore, Known, check_file, files_of
-from weightswap_runtime.following.unused import in_use
+from weightswap_runtime.following.directory import in_use
 from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.staged import Staged
