@@ -20,11 +20,10 @@ from weightswap_runtime.sources.opening import read_beside, read_small
 from weightswap_runtime.tensors import DIGEST, DTYPES, TensorBytes, Tolerance, Typed, describe, digest_of
 
 from .artifact import Artifact
-from .calls import CallCheck
 from .canonical import canonical_order, encode_tensors
 from .manifest import Manifest, Versioned
 from .safetensors import LEAST_HEADER, METADATA_KEY, TensorRow, parse_file
-from .signature import Integer, Leaf, Signature, Tensor, call_arguments, input_leaves, leaves
+from .signature import CallCheck, Integer, Leaf, Signature, Tensor, call_arguments, input_leaves, leaves
 from .weight_set import WeightSet, goldens_name
 
 GOLDENS_NAME = "goldens.safetensors"
