@@ -21,11 +21,20 @@ from weightswap_exporter.modules.stand_ins import first_line, frame_of
 from weightswap_exporter.modules.tensors import ModelView, is_fake, parts_of, tree_of
 from weightswap_runtime.engines.torch_cpu import TorchEngine, environment_here
 from weightswap_runtime.errors import InputMismatch, ParityError
-from weightswap_runtime.format.calls import CallCheck
 from weightswap_runtime.format.goldens import Case, Environment, Value, encode_goldens, type_problem
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.safetensors import weights_id
-from weightswap_runtime.format.signature import Integer, Leaf, Literal, Node, Tensor, input_leaves, leaves, unflatten
+from weightswap_runtime.format.signature import (
+    CallCheck,
+    Integer,
+    Leaf,
+    Literal,
+    Node,
+    Tensor,
+    input_leaves,
+    leaves,
+    unflatten,
+)
 from weightswap_runtime.tensors import TensorBytes, TensorType, Tolerance, describe, difference, digest_of, same_type
 from weightswap_runtime.torch_tensors import DTYPE_NAMES, copied_tensor, tensor_bytes
 

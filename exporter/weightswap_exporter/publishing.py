@@ -29,7 +29,7 @@ from weightswap_exporter.modules.tensors import TieKey, tie_key, unwrapped
 from weightswap_runtime import Artifact, DesiredStore, load
 from weightswap_runtime.errors import CheckpointError, WaitTimeout, WeightswapError, join_seconds, text_of
 from weightswap_runtime.following.desired_store import Known, stamp_of, unchanging
-from weightswap_runtime.following.unused import in_use, remove, stamps_in, unused
+from weightswap_runtime.following.directory import in_use, remove, stamps_in, unused
 from weightswap_runtime.following.watching import Policy, check_promotion_policy, check_proven
 from weightswap_runtime.format.delta import DeltaStamp
 from weightswap_runtime.format.safetensors import Stamp

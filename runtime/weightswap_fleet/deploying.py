@@ -202,7 +202,7 @@ def _verify(spec: DeploymentSpec, source: str) -> None:
     if spec.ranks == 1:
         _load(spec, source, None)
         return
-    address = free_address("127.0.0.1")
+    address = free_address()
 
     def join(number: int) -> None:
         _load(spec, source, Ranks(process_group(address, number, spec.ranks), check_calls=False))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MOST_DOCUMENT = 64 << 20  # bytes of a document: a receipt names each weight that is not finite
 _EXCHANGE = 1  # the tag of these messages, apart from others between two ranks, is this and their size
 _SHORT_NAP, _LONG_NAP = 1e-4, 5e-3  # seconds between two looks whether something has ended
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=msgspec.Struct | str)
 
 
 _numbers = count()  # of groups that were made here
@@ -80,10 +80,10 @@ def _named(store: Any, rank: int, size: int, limit: timedelta) -> ProcessGroup:
     return made
 
 
-def free_address(host: str) -> str:
+def free_address() -> str:
     """Return an address of this machine for `process_group`, with a port that is free now."""
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        return f"tcp://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
 class Members:

@@ -38,11 +38,11 @@ class WorkerThreads:
         yields: whether others go first where processors are busy, such as threads that call a model; the caller waits.
         Nothing for which others wait should be done so."""
         self.threads = threads or min(MOST_THREADS, _suiting(len(os.sched_getaffinity(0))))
-        self._yields = yields
+        self.yields = yields
         self._start()
 
     def _start(self) -> None:
-        size, prepare = (self.threads, _yield_to_others) if self._yields else (max(1, self.threads - 1), None)
+        size, prepare = (self.threads, _yield_to_others) if self.yields else (max(1, self.threads - 1), None)
         self._pool = ThreadPoolExecutor(size, thread_name_prefix="weightswap", initializer=prepare)
         self._process = os.getpid()
         _pools.add(self._pool)
@@ -52,12 +52,12 @@ class WorkerThreads:
     ) -> None:
         """Call `function` on every item. Return, or raise the first error, only when no call is running any more.
 
-        stop: called after an error, to end calls that wait for one another.
+        stop: called after an error, to end the calls that are running.
         """
         batch = _Batch(function, items, stop)
         if self._process != os.getpid():  # a forked child has the pool but not its threads
             self._start()
-        waits = self._yields and len(batch) > 1  # one is sooner done than handed over
+        waits = self.yields and len(batch) > 1  # one is sooner done than handed over
         helping: list[Future[None]] = []
         try:
             with suppress(RuntimeError):  # no thread can be started

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from weightswap_runtime.engines.graph_archive import bag_inputs
 from weightswap_runtime.errors import InputMismatch, Unsupported, WeightswapError, brief
-from weightswap_runtime.format.calls import CallCheck
 from weightswap_runtime.format.expressions import all_hold, parse_condition
 from weightswap_runtime.format.signature import (
+    CallCheck,
     Dict,
     Integer,
     Items,

@@ -27,9 +27,8 @@ from weightswap_runtime.engines import graph as graph_opening
 from weightswap_runtime.engines.graph import compile_graph
 from weightswap_runtime.engines.graph_archive import UnknownPart, read_program
 from weightswap_runtime.engines.operators import ForeignFunction, MissingOperator
-from weightswap_runtime.format.calls import CallCheck
 from weightswap_runtime.format.manifest import MANIFEST_NAME, decode_manifest
-from weightswap_runtime.format.signature import Literal, leaves
+from weightswap_runtime.format.signature import CallCheck, Literal, leaves
 from weightswap_runtime.memory.arena import ArenaLayout
 from weightswap_runtime.sources import byte_source as local
 from weightswap_tools.diff import compare_weights

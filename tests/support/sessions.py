@@ -9,7 +9,7 @@ from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.session import Session
 
 
-def live(model: Model) -> Version[Session]:
+def live(model: Model) -> Version:
     """Return the version that new calls get."""
     current = model._gate.current
     assert current is not None

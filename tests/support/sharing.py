@@ -113,7 +113,7 @@ class BareWorker:
         self.gate.attach((session(memory.arena(layout)), session(memory.arena(layout))))
 
     @contextmanager
-    def call(self) -> Iterator[Version[Session]]:
+    def call(self) -> Iterator[Version]:
         """Hold a lease during the block."""
         lease = Claim()
         version = self.gate.acquire(lease)
@@ -123,7 +123,7 @@ class BareWorker:
             self.gate.release(version.session, lease)
 
     @contextmanager
-    def trial(self, found: tuple[int, Summary] | None = None) -> Iterator[Version[Session]]:
+    def trial(self, found: tuple[int, Summary] | None = None) -> Iterator[Version]:
         """Hold a lease of the set on trial, or of `found`, an earlier result of `find_trial`. Raises StageClosed."""
         word, known = found or self.find_trial()
         lease = Claim()
@@ -142,7 +142,7 @@ class BareWorker:
         return word, known
 
 
-def is_whole(version: Version[Session]) -> bool:
+def is_whole(version: Version) -> bool:
     """Return True if the arena's content is that of the version."""
     return version.weights_id == f"weights {version.generation}" and bool(
         (numbers(version.session) == version.generation).all()

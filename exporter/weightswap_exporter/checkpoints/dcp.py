@@ -22,7 +22,7 @@ import torch
 from weightswap_exporter.modules.tensors import is_empty_state
 from weightswap_runtime.errors import MOST_PRINTED, CheckpointError
 from weightswap_runtime.format.names import extra_state_of
-from weightswap_runtime.sources.rectangles import MOST_CUT, Box, cut_axes, first_wrong
+from weightswap_runtime.sources.rectangles import Box, grid_problem
 from weightswap_runtime.tensors import row_major
 
 from .pickle_scan import scan
@@ -428,14 +428,5 @@ def _gaps(shape: tuple[int, ...], blocks: list[Box]) -> Iterator[str]:
     covered = sum(prod(sizes) for _, sizes in blocks)
     if covered != prod(shape):
         yield f"its chunks have {covered} elements, but its shape {list(shape)} has {prod(shape)}"
-    elif covered:
-        yield from _overlaps(shape, blocks)
-
-
-def _overlaps(shape: tuple[int, ...], blocks: list[Box]) -> Iterator[str]:
-    """Yield a problem if blocks that have as many elements as the tensor overlap, in time that does not explode."""
-    cut = cut_axes(shape, blocks)
-    if len(cut) > MOST_CUT:
-        yield f"its chunks are cut along {len(cut)} dimensions, expected at most {MOST_CUT}"
-    elif wrong := first_wrong(shape, blocks):
-        yield f"its chunks overlap at {list(wrong[0])}"
+    elif covered and (problem := grid_problem(shape, blocks)):
+        yield f"its chunks are no grid: {problem[0]}"

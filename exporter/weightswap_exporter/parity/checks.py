@@ -88,7 +88,7 @@ def check_outputs(
         raise ParityError(
             [f"{path}: no such file"], "Record the outputs: pytest --weightswap-update-goldens, or record_outputs()."
         )
-    goldens = open_goldens(path, artifact.manifest, allow_other_graph=True)
+    goldens = open_goldens(path, artifact.manifest)
     if not goldens.record.has_outputs:
         raise ParityError([f"{path}: has only inputs"], "Record the outputs: record_outputs().")
     plain = checked_model(unwrapped(model), artifact)

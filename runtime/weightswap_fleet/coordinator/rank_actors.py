@@ -43,7 +43,7 @@ class RanksAttachment:
 
     def __init__(self, spec: DeploymentSpec) -> None:
         """Waits until the desired weights are served. Raises what `open_first` and `RanksAgent` raise."""
-        address = free_address("127.0.0.1")
+        address = free_address()
         actors = [_start_rank(spec, address, number) for number in range(1, spec.ranks)]
         others = _Actors(actors)
         self.model = open_first(spec, address, others)

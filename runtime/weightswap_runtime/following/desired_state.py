@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -198,39 +197,24 @@ def with_weights(state: DesiredState, weights: DesiredWeights) -> DesiredState:
 
 
 def trimmed(state: DesiredState) -> DesiredState:
-    """Return a state that takes at most KEPT_BYTES, without what is missed least, the oldest first.
+    """Return a state that takes at most KEPT_BYTES, without what is missed least.
 
-    That is all but the source and the id of withdrawn weights, which must stay withdrawn; then labels of the history,
-    its oldest weights, and at last the labels of what is desired. Nothing else in a document can be long.
+    That is all but the source and the id of withdrawn weights, which must stay withdrawn, and labels of the history;
+    then its oldest weights, and at last the labels of what is desired. Nothing else in a document can be long.
     """
-    excess = len(encode(state)) - KEPT_BYTES
-    withdrawn, excess = _shortened(state.withdrawn, _bare, excess)
-    history, excess = _shortened(state.history, _unlabelled, excess)
-    while excess > 0 and len(history) > 1:
-        excess -= _size(history[0])
-        history = history[1:]
-    desired, _ = _shortened((state.weights,) if state.weights else (), _unlabelled, excess)
-    return replace(state, weights=desired[0] if desired else None, history=history, withdrawn=withdrawn)
+    if not _is_long(state):
+        return state
+    history = tuple(replace(entry, labels={}) for entry in state.history)
+    state = replace(state, history=history, withdrawn=tuple(map(_bare, state.withdrawn)))
+    while _is_long(state) and len(state.history) > 1:
+        state = replace(state, history=state.history[1:])
+    if _is_long(state) and state.weights:
+        state = replace(state, weights=replace(state.weights, labels={}))
+    return state
 
 
-def _shortened(
-    entries: tuple[DesiredWeights, ...], shorten: Callable[[DesiredWeights], DesiredWeights], excess: int
-) -> tuple[tuple[DesiredWeights, ...], int]:
-    """Shorten entries until nothing exceeds; return them, and by how many bytes the document still does."""
-    kept = []
-    for entry in entries:
-        short = shorten(entry) if excess > 0 else entry
-        excess -= _size(entry) - _size(short) if short is not entry else 0
-        kept.append(short)
-    return tuple(kept), excess
-
-
-def _size(entry: DesiredWeights) -> int:
-    return len(msgspec.json.encode(entry))  # in the document, with its line ends, it is longer
-
-
-def _unlabelled(weights: DesiredWeights) -> DesiredWeights:
-    return replace(weights, labels={})
+def _is_long(state: DesiredState) -> bool:
+    return len(encode(state)) > KEPT_BYTES
 
 
 def _bare(weights: DesiredWeights) -> DesiredWeights:

@@ -34,7 +34,6 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.format.weight_set import INDEX_SUFFIX, shard_set
 from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.sources.location import printable
-from weightswap_runtime.staging.request import BaseFile
 
 from .controller import Controller
 from .directory import UNKNOWN, Entry, FileHeader, Listing, order, read_header, without_traceback
@@ -281,7 +280,7 @@ class FileQueue:
         *before, last = self._chain_from(first, target)
         if not before:
             return False
-        onto = tuple(BaseFile(file.entry.path, weights_id) for file, weights_id in before)
+        onto = tuple((file.entry.path, weights_id) for file, weights_id in before)
         file, weights_id = last
         try:
             file.content = target.swap(file.entry.path, weights_id, file.content, onto)

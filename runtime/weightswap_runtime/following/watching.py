@@ -308,7 +308,7 @@ class Pollable(Protocol):
 
 def request_for(options: SwapRequest, path: str | Path, weights: DesiredWeights, by: str) -> SwapRequest:
     """Return the request that stages weights of a desired store, with absolute sources, with a thread's options."""
-    onto = tuple(BaseFile(base.source, base.weights_id) for base in weights.bases or ())
+    onto = tuple((base.source, base.weights_id) for base in weights.bases or ())
     return options._replace(source=path, expect=weights.weights_id, by=by, onto=onto)
 
 
@@ -348,11 +348,11 @@ class ModelTarget(Controller):
             # the id that a part results in is known only after its staging
             if weights_id is not None and not self._options.only and not self._needs(path, weights_id):
                 return known
-            for each in onto:
-                self._needs(each.path, each.weights_id)  # nothing is built on what was rolled back
+            for earlier in onto:
+                self._needs(*earlier)  # nothing is built on what was rolled back
             current = self.store.gate.current
             if self._promotion is not None:
-                self._promotion.check((*onto, BaseFile(path, weights_id or "")), self.check)
+                self._promotion.check((*onto, (path, weights_id or "")), self.check)
             base = current.weights_id if current is not None and onto else None
             begin = partial(self._staged, self._options._replace(source=path, onto=onto))
             with self.prepared(Change(), begin) as change:
@@ -364,7 +364,7 @@ class ModelTarget(Controller):
 
     def _promote(self, path: str | Path, staged: Staged, base: str | None, onto: tuple[BaseFile, ...]) -> None:
         if self._promotion is not None:
-            through = tuple(DesiredBase(source=str(each.path), weights_id=each.weights_id) for each in onto)
+            through = tuple(DesiredBase(source=str(source), weights_id=weights_id) for source, weights_id in onto)
             graph_id = self._member.artifact.graph_id
             known = Known(staged.weights_id, graph_id, staged.labels, base or staged.base, through)
             self._promotion.promote(path, staged, known)

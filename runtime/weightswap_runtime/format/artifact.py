@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from weightswap_runtime.errors import ArtifactError, Unsupported, WeightFileError
+from weightswap_runtime.errors import ArtifactError, OutOfMemory, Unsupported, WeightFileError
 from weightswap_runtime.sources.location import Location, Url, as_location, is_url
 from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.sources.writing import is_file
@@ -181,8 +181,8 @@ def is_artifact(path: str) -> bool:
 
 @contextmanager
 def _artifact_errors() -> Iterator[None]:
-    """Raise each WeightFileError of the block as an ArtifactError."""
+    """Raise each WeightFileError of the block as an ArtifactError, and so a lack of memory."""
     try:
         yield
-    except WeightFileError as error:
+    except (WeightFileError, OutOfMemory) as error:
         raise ArtifactError(str(error)) from error

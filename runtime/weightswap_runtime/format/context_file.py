@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -35,17 +33,6 @@ from .safetensors import LEAST_HEADER, METADATA_KEY, FileTensor, read_header
 _FORMAT_VERSION = 1
 
 
-class MadeWith(NamedTuple):
-    """Ids of the weights (None if there are none yet) and of the variants, by group, that computed a state."""
-
-    weights_id: str | None
-    variants: Mapping[str, str] = MappingProxyType({})
-
-    def __str__(self) -> str:
-        chosen = ", ".join(f"{group} {variant}" for group, variant in sorted(self.variants.items()))
-        return f"{self.weights_id} with {chosen}" if chosen else str(self.weights_id)
-
-
 class ContextStamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Metadata of a context file."""
 
@@ -58,23 +45,7 @@ class ContextStamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )  # group -> id of the chosen variant; absent if none was
 
 
-class SavedContext(NamedTuple):
-    """Content of a context file."""
-
-    where: str
-    stamp: ContextStamp
-    state: Mapping[str, TensorBytes]  # by the names of the manifest's rows
-
-    def check_weights(self, served: str | None) -> None:
-        """Raise ContextError if the context was made with weights other than the served ones."""
-        made_with = self.stamp.weights_id
-        if made_with is not None and served is not None and made_with != served:
-            raise ContextError(
-                f"{self.where}: was made with the weights {made_with[:12]}, but {served[:12]} are served. "
-                "Swap the former in, or start a new context. allow_other_weights=True would mix both: what follows "
-                "comes from neither",
-                reason="mismatch",
-            )
+Read = tuple[ContextStamp, Mapping[str, TensorBytes]]  # and the tensors, by the names of the manifest's rows
 
 
 def write_context(
@@ -82,11 +53,13 @@ def write_context(
     rows: Sequence[NamedTensor],
     content: Callable[[str], TensorBytes],
     graph_id: str,
-    made_with: MadeWith,
+    weights_id: str | None,
+    variants: Mapping[str, str],
 ) -> None:
     """Write a context file, which appears under `path` whole or not at all. One tensor is copied at a time.
 
-    Raises Unsupported for a URL, and for a tensor that a call has resized.
+    weights_id, variants: what computed the state; None if there are no weights yet; ids of variants by group. Raises
+    Unsupported for a URL, and for a tensor that a call has resized.
     """
     check_writable(path)
     order = canonical_order(row.row for row in rows)
@@ -94,9 +67,9 @@ def write_context(
     blank = ContextStamp(
         context_version=_FORMAT_VERSION,
         graph_id=graph_id,
-        weights_id=made_with.weights_id,
+        weights_id=weights_id,
         digests={},
-        variants=dict(made_with.variants) or msgspec.UNSET,
+        variants=dict(variants) or msgspec.UNSET,
     )
     with StampedFile(Path(path), order, METADATA_KEY, {}) as file:
         data = ((row.name, _pieces(by_name[row.name], content(row.name))) for row in order)
@@ -113,9 +86,7 @@ def _pieces(row: NamedTensor, content: TensorBytes) -> Iterable[memoryview]:
     return [content.data]
 
 
-def read_context(
-    path: str | os.PathLike[str], rows: Sequence[NamedTensor], graph_id: str | None = None
-) -> SavedContext:
+def read_context(path: str | os.PathLike[str], rows: Sequence[NamedTensor], graph_id: str | None = None) -> Read:
     """Read a context that `write_context` wrote, from a local path or a URL, into memory.
 
     graph_id: the graph to which it must belong; None accepts any. Raises ContextError for another graph, before the
@@ -135,7 +106,7 @@ def read_context(
         raise ContextError(str(error), reason="file") from error
 
 
-def _read(source: ByteSource, where: str, rows: Sequence[NamedTensor], graph_id: str | None) -> SavedContext:
+def _read(source: ByteSource, where: str, rows: Sequence[NamedTensor], graph_id: str | None) -> Read:
     header = read_header(source, LEAST_HEADER + sum(1000 + 6 * len(row.name) for row in rows))
     stamp = _stamp(header.metadata, where)
     if graph_id is not None and stamp.graph_id != graph_id:
@@ -155,7 +126,7 @@ def _read(source: ByteSource, where: str, rows: Sequence[NamedTensor], graph_id:
     source.check_unchanged()
     state = header.contents(memoryview(content))
     _refuse(where, _digest_problems(stamp, state))
-    return SavedContext(where, stamp, state)
+    return stamp, state
 
 
 def _stamp(metadata: Mapping[str, str], where: str) -> ContextStamp:

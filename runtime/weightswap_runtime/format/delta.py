@@ -28,7 +28,7 @@ from weightswap_runtime.errors import (
     listed,
 )
 from weightswap_runtime.native import Offsets
-from weightswap_runtime.sources.location import Location, Url, check_writable
+from weightswap_runtime.sources.location import Location, check_writable
 from weightswap_runtime.sources.writing import companion
 from weightswap_runtime.tensors import (
     BLOCK,
@@ -44,7 +44,7 @@ from weightswap_runtime.tensors import (
 )
 
 from .canonical import StampedFile, canonical_order, encode_tensors
-from .goldens import goldens_behind
+from .goldens import read_goldens
 from .safetensors import DELTA_KEY, Stamp, TensorRow, WeightFile, label_problem
 from .weight_set import FileSet, StoredTensor, WeightSet, goldens_path
 
@@ -204,7 +204,7 @@ def write_delta(
         pending = new_delta_file(Path(out), changes, lambda name: _content(fresh.tensors[name], changes[name]), blank)
         with writing(out), pending as written:
             fresh.check_unchanged()
-            with companion(goldens_path(out), goldens_of(fresh.location)):
+            with companion(goldens_path(out), read_goldens(fresh.location)):
                 written.rename(Path(out))
         total = sum(tensor.nbytes for tensor in fresh.tensors.values())
         return Delta.of(out, blank, sum(change.nbytes for change in changes.values()), total)
@@ -395,14 +395,6 @@ def writing(out: str | os.PathLike[str]) -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise WeightFileError(f"{out!s:.200}: cannot be written ({reason})") from error
-
-
-def goldens_of(weights: Location) -> bytes | None:
-    """Return the content of the goldens beside weights; None if there are none."""
-    if isinstance(weights, Url):
-        return goldens_behind(weights)
-    path = goldens_path(weights)
-    return path.read_bytes() if path.is_file() else None
 
 
 def _rows(name: str, change: Changed) -> Iterable[TensorRow]:

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from weightswap_runtime.errors import InputMismatch, OutOfMemory, Unsupported, WeightFileError, listed
-from weightswap_runtime.sources.byte_source import Check, open_at_once
+from weightswap_runtime.errors import InputMismatch, Unsupported, WeightFileError, listed
+from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import Location, Url, as_location
-from weightswap_runtime.sources.opening import read_small
+from weightswap_runtime.sources.opening import read_beside, read_small
 from weightswap_runtime.tensors import DIGEST, DTYPES, TensorBytes, Tolerance, Typed, describe, digest_of
 
 from .artifact import Artifact
-from .calls import CallCheck
 from .canonical import canonical_order, encode_tensors
 from .manifest import Manifest, Versioned
 from .safetensors import LEAST_HEADER, METADATA_KEY, TensorRow, parse_file
-from .signature import Integer, Leaf, Signature, Tensor, call_arguments, input_leaves, leaves
-from .weight_set import WeightSet, goldens_path, goldens_url
+from .signature import CallCheck, Integer, Leaf, Signature, Tensor, call_arguments, input_leaves, leaves
+from .weight_set import WeightSet, goldens_name
 
 GOLDENS_NAME = "goldens.safetensors"
 INPUTS_NAME = "inputs.safetensors"  # of an artifact without weights
@@ -104,14 +101,16 @@ class Goldens(NamedTuple):
         return self.record.cases
 
 
-def open_goldens(path: str | os.PathLike[str], manifest: Manifest, *, allow_other_graph: bool = False) -> Goldens:
+def open_goldens(path: str | os.PathLike[str], manifest: Manifest) -> Goldens:
     """Read a goldens file and check it against a manifest: digests, methods, dtypes, shapes.
 
-    The whole file is read into memory. Raises OutOfMemory, and WeightFileError for everything else, including goldens
-    of another graph unless `allow_other_graph` is set.
+    The whole file is read into memory. They may be of another graph. Raises OutOfMemory, and WeightFileError for
+    everything else.
     """
-    raw = _read(Path(path))
-    return _decode(raw, str(path), manifest, bundled=False, allow_other_graph=allow_other_graph)
+    raw = read_small(path, _MOST_BYTES)
+    if raw is None:
+        raise WeightFileError(f"{path}: cannot be opened (no such file)")
+    return _decode(raw, str(path), manifest, bundled=False, allow_other_graph=True)
 
 
 def goldens_beside(
@@ -123,18 +122,26 @@ def goldens_beside(
 ) -> Goldens | None:
     """Read the goldens beside a weight file; None if there are none, or if a remote server denies access to them.
 
-    check: a callback, called while waiting for a remote response. Raises what `open_goldens` raises.
+    check: a callback, called while waiting for a remote response. Raises what `open_goldens` raises, and
+    WeightFileError for goldens of another graph unless `allow_other_graph` is set.
     """
-    raw, where = _read_beside(as_location(weights), check)
+    location = as_location(weights)
+    raw = read_goldens(location, check)
     if raw is None:
         return None
+    where = str(location.with_name(goldens_name(location.name)))
     return _decode(raw, where, manifest, bundled=False, allow_other_graph=allow_other_graph)
 
 
-def record_beside(weights: str | os.PathLike[str] | Url) -> GoldensRecord | None:
+def record_beside(weights: Location) -> GoldensRecord | None:
     """Read the record of the goldens beside a weight file, unchecked; None as for `goldens_beside`."""
-    raw, where = _read_beside(as_location(weights), None)
+    raw, where = read_goldens(weights), str(weights.with_name(goldens_name(weights.name)))
     return None if raw is None else _record(parse_file(raw, where)[1], where)
+
+
+def read_goldens(weights: Location, check: Check | None = None) -> bytes | None:
+    """Return the bytes of the goldens beside a weight file; None as for `goldens_beside`."""
+    return read_beside(weights, goldens_name(weights.name), _MOST_BYTES, check)
 
 
 def record_of(weights: WeightSet) -> GoldensRecord | None:
@@ -143,31 +150,6 @@ def record_of(weights: WeightSet) -> GoldensRecord | None:
     Raises WeightFileError.
     """
     return _record(weights.metadata, weights.where) if weights.holds_goldens else None
-
-
-def _read_beside(location: Location, check: Check | None) -> tuple[bytes | None, str]:
-    """Return the bytes of the goldens beside a weight file, and their path or URL."""
-    if isinstance(location, Path):
-        path = goldens_path(location)
-        return _read(path) if os.path.lexists(path) else None, str(path)
-    return goldens_behind(location, check), str(goldens_url(location))
-
-
-def goldens_behind(weights: Url, check: Check | None = None) -> bytes | None:
-    """Return the bytes of the goldens beside a remote weight file; None if there are none or access is denied.
-
-    Denied access counts as none: a signed URL opens one object only, and S3 denies access to a missing object if the
-    client may not list the bucket.
-    """
-    url = goldens_url(weights)
-    try:
-        return read_small(url, _MOST_BYTES, check)
-    except WeightFileError as error:
-        if error.reason != "denied":
-            raise
-        return None
-    except MemoryError as error:
-        raise OutOfMemory(f"{url}: no memory to read it into") from error
 
 
 def artifact_goldens(artifact: Artifact) -> Goldens | None:
@@ -209,23 +191,6 @@ def encode_goldens(
         digests={row.name: digest_of([tensors[row.name].data]) for row in order},
     )
     return b"".join(encode_tensors(tensors, {METADATA_KEY: msgspec.json.encode(record).decode()}))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with open(open_at_once(path), "rb") as file:  # noqa: PTH123 (a pipe would block in `open`)
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise WeightFileError(f"{path}: cannot be read (not a regular file). {_AGAIN}")
-            if status.st_size > _MOST_BYTES:
-                text = f"has {status.st_size} bytes, but goldens have at most {_MOST_BYTES}"
-                raise WeightFileError(f"{path}: {text}. {_AGAIN}", reason="damaged")
-            return file.read()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", error)
-        raise WeightFileError(f"{path!s:.200}: cannot be read ({why}). {_AGAIN}") from error
-    except MemoryError as error:
-        raise OutOfMemory(f"{path}: no memory to read it into") from error
 
 
 def _decode(raw: bytes, where: str, manifest: Manifest, *, bundled: bool, allow_other_graph: bool) -> Goldens:

@@ -28,7 +28,7 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.sources.byte_source import LocalFile
 from weightswap_runtime.sources.location import Location, check_writable
-from weightswap_runtime.sources.opening import read_small
+from weightswap_runtime.sources.opening import read_beside
 from weightswap_runtime.sources.writing import PendingFile, companion
 from weightswap_runtime.tensors import BLOCK, TensorType, describe, digest_of, same_type
 
@@ -40,7 +40,6 @@ from .delta import (
     Progress,
     check_other,
     delta_stamp,
-    goldens_of,
     joined_labels,
     new_delta_file,
     parts_of,
@@ -48,6 +47,7 @@ from .delta import (
     row_bytes,
     writing,
 )
+from .goldens import read_goldens
 from .safetensors import Stamp, TensorRow
 from .weight_set import SIGNATURE_SUFFIX, FileSet, StoredTensor, goldens_path, open_weights
 
@@ -289,16 +289,7 @@ def _changed(type_: TensorType, part: ByteRanges) -> Changed:
 def _beside(last: Location, out: Path) -> Iterator[None]:
     """Put the goldens and the signature of the last delta's weights beside a file that the block renames."""
     with ExitStack() as stack:
-        stack.enter_context(companion(goldens_path(out), goldens_of(last)))
-        if signature := _signature_of(last):
+        stack.enter_context(companion(goldens_path(out), read_goldens(last)))
+        if signature := read_beside(last, last.name + SIGNATURE_SUFFIX, _MOST_SIGNATURE):
             stack.enter_context(companion(out.with_name(out.name + SIGNATURE_SUFFIX), signature))
         yield
-
-
-def _signature_of(weights: Location) -> bytes | None:
-    try:
-        return read_small(weights.with_name(weights.name + SIGNATURE_SUFFIX), _MOST_SIGNATURE)
-    except WeightFileError as error:
-        if error.reason != "denied":  # a signed URL opens one object only
-            raise
-        return None

@@ -22,9 +22,9 @@ from weightswap_runtime.sources.arriving import Arriving
 from weightswap_runtime.sources.byte_source import ByteSource, Check, LocalFile
 from weightswap_runtime.sources.location import Location, Url, as_location, folder_behind
 from weightswap_runtime.sources.opening import read_small
-from weightswap_runtime.sources.rectangles import MOST_CUT, Rectangle, Rectangles, cut_axes, first_wrong
+from weightswap_runtime.sources.rectangles import Rectangle, Rectangles, grid_problem
 from weightswap_runtime.sources.writing import is_file
-from weightswap_runtime.tensors import DTYPES, describe, row_major
+from weightswap_runtime.tensors import DTYPES, describe
 
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME
 from .model_config import CONFIG_NAME, MOST_CONFIG
@@ -172,20 +172,16 @@ def _open_file(location: Location, check: Check | None, most_header: int) -> Fil
 def goldens_path(weights: str | os.PathLike[str]) -> Path:
     """Return `v1.goldens.safetensors` for `v1.safetensors`, or for the index of its shards."""
     path = weights if isinstance(weights, Path) else Path(weights)
-    return path.with_name(_goldens_name(path.name))
-
-
-def goldens_url(weights: Url) -> Url:
-    """Return the URL of the goldens for the URL of a weight file or an index, like `goldens_path`."""
-    return weights.with_name(_goldens_name(weights.name))
+    return path.with_name(goldens_name(path.name))
 
 
 def companions(name: str) -> tuple[str, str]:
     """Return the names of the files beside weights of this name that decide whether they are taken."""
-    return _goldens_name(name), name + SIGNATURE_SUFFIX
+    return goldens_name(name), name + SIGNATURE_SUFFIX
 
 
-def _goldens_name(name: str) -> str:
+def goldens_name(name: str) -> str:
+    """Return the name of the goldens beside weights of this name, like `goldens_path`."""
     suffix = next((suffix for suffix in (INDEX_SUFFIX, SUFFIX) if name.endswith(suffix)), "")
     return name.removesuffix(suffix) + GOLDENS_SUFFIX
 
@@ -480,24 +476,16 @@ def _joined(where: str, name: str, parts: Sequence[_Part]) -> StoredTensor:
 
 
 def _check_cover(where: str, name: str, shape: tuple[int, ...], parts: Sequence[_Part]) -> None:
-    boxes = [(part.offsets, part.sizes) for part in parts]
-    bits = DTYPES[parts[0].tensor.dtype].bits
-    cut = len(cut_axes(shape, boxes))
-    if cut > MOST_CUT or (cut and bits % 8):
+    if len(parts) > 1 and DTYPES[parts[0].tensor.dtype].bits % 8:
         raise WeightFileError(
-            f"{where}: {name} is {describe(parts[0].tensor)}, cut along {cut} dimensions; expected whole bytes, and at "
-            f"most {MOST_CUT}. Save it whole (enable_consolidation=True)."
+            f"{where}: {name} is {describe(parts[0].tensor)}, cut into {len(parts)} parts; expected whole bytes. Save "
+            "it whole (enable_consolidation=True)."
         )
-    if wrong := first_wrong(shape, boxes):
-        place, is_missing = wrong
-        byte = sum(index * step for index, step in zip(place, row_major(shape), strict=True)) * bits // 8
-        holders = [part.file.path.name for part in parts if _holds(part, place)]
-        found = "is in no file" if is_missing else f"is in {len(holders)} files, {listed(holders)}"
-        raise WeightFileError(f"{where}: byte {byte} of {name}, element {list(place)}, {found}. {_ALL_PARTS}")
-
-
-def _holds(part: _Part, index: tuple[int, ...]) -> bool:
-    return all(low <= place < end for low, place, end in zip(part.offsets, index, part.ends, strict=True))
+    if problem := grid_problem(shape, [(part.offsets, part.sizes) for part in parts]):
+        text, place = problem
+        holders = [part.file.path.name for part in parts if part.offsets == place]
+        files = f" ({listed(holders)})" if holders else ""
+        raise WeightFileError(f"{where}: {name}: {text}{files}. {_ALL_PARTS}")
 
 
 def _stored(file: WeightFile, tensor: FileTensor) -> StoredTensor:

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from weightswap_runtime.engines.engine import Bound, Engine
 from weightswap_runtime.errors import InputMismatch, UnknownName
-from weightswap_runtime.format.calls import CallCheck
 from weightswap_runtime.format.manifest import STEPS, Manifest, TextGeneration
-from weightswap_runtime.format.signature import Signature, Tensor, unflatten
+from weightswap_runtime.format.signature import CallCheck, Signature, Tensor, unflatten
 from weightswap_runtime.jobs import Claim, Listeners
 
 from .context import Context

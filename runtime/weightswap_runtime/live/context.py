@@ -18,11 +18,10 @@ from weightswap_runtime.errors import (
     Unsupported,
 )
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.context_file import MadeWith, write_context
+from weightswap_runtime.format.context_file import write_context
 from weightswap_runtime.jobs import Claim, ClaimReference, fork_safe
 
 from .gate import Gate, Pin, Version
-from .session import Session
 from .variants import Choice
 
 OnSwap = Literal["invalidate", "reset", "keep", "pin"]
@@ -54,7 +53,7 @@ class Context(AbstractContextManager["Context"]):
         artifact: Artifact,
         engine: Engine,
         state: State,
-        gate: Gate[Session],
+        gate: Gate,
         on_swap: OnSwap,
         weights_id: str | None = None,
         variants: Mapping[str, str] | None = None,
@@ -106,8 +105,8 @@ class Context(AbstractContextManager["Context"]):
         with self.used() as state:
             self._check_consistent()
             manifest = self._artifact.manifest
-            made_with = MadeWith(self._made_with, dict(self._variants or {}))
-            write_context(path, manifest.state, state.content, manifest.graph_id, made_with)
+            variants = self._variants or {}
+            write_context(path, manifest.state, state.content, manifest.graph_id, self._made_with, variants)
 
     def close(self) -> None:
         """Free the state, and unpin the weights. A second call does nothing. Raises ContextError."""
@@ -142,7 +141,7 @@ class Context(AbstractContextManager["Context"]):
             raise ContextError("the context was closed; make another with model.new_context()", reason="closed")
         return self._state
 
-    def acquire(self, gate: Gate[Session], lease: Claim) -> Version[Session]:
+    def acquire(self, gate: Gate, lease: Claim) -> Version:
         """Lease the weights for a call: the served ones, or those that the context is pinned to."""
         if self._pinned is None:
             return gate.acquire(lease)
@@ -192,8 +191,7 @@ class Context(AbstractContextManager["Context"]):
         if self.on_swap == "reset":
             self._reset()
         elif self.on_swap != "keep":
-            made_with = MadeWith(self._made_with, self._variants or {})
-            raise _stale(str(made_with), str(MadeWith(weights_id, variants)))
+            raise _stale(_described(self._made_with, self._variants or {}), _described(weights_id, variants))
 
     def _reset(self) -> None:
         assert self._state is not None
@@ -222,6 +220,12 @@ class Contexts:
             live = [context for context in self._contexts if not context.closed]
         outcomes = Counter(_OUTCOMES[each.on_swap] for each in live if each.weights_id not in (None, weights_id))
         return dict(sorted(outcomes.items()))
+
+
+def _described(weights_id: str | None, variants: Mapping[str, str]) -> str:
+    """Return a text of the weights, and the variants by group, that compute a state."""
+    chosen = ", ".join(f"{group} {variant}" for group, variant in sorted(variants.items()))
+    return f"{weights_id} with {chosen}" if chosen else str(weights_id)
 
 
 def _stale(made_with: str, served: str) -> StaleState:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition, RLock
-from typing import Generic, Protocol, TypeVar
 
 from weightswap_runtime.errors import ModelClosed, ModelFailed, NoWeights, StagingBusy, WaitTimeout, plural
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.jobs import POLL_SECONDS, Claim, ClaimReference, Job, fork_safe, renew_in_children, this_thread
 from weightswap_runtime.sources.byte_source import Check
+
+from .session import Session
 
 PATIENCE = 1.0  # seconds for which new calls are held while a commit waits for a pin
 
@@ -45,20 +46,11 @@ class Pin(Claim):
         return time.monotonic() - self._since > PATIENCE
 
 
-class Leasable(Protocol):
-    """Something that versions are stored in and leased from. `leases` belongs to the gate."""
-
-    leases: dict[int, ClaimReference]
-
-
-S = TypeVar("S", bound=Leasable)
-
-
 @dataclass(frozen=True, eq=False)
-class Version(Generic[S]):
+class Version:
     """One generation of the model. `session` holds its weights, until they are overwritten."""
 
-    session: S
+    session: Session
     generation: int
     identity: Identity
 
@@ -71,13 +63,13 @@ class Version(Generic[S]):
         return dict(self.identity.labels)
 
 
-class Gate(Generic[S]):
+class Gate:
     """A gate that grants leases on the current version. It holds its lock for a few hundred nanoseconds at a time."""
 
     def __init__(self) -> None:
         self._lock = fork_safe(RLock())  # reentrant: a signal handler may call the model while this thread holds it
         self._changed = Condition(self._lock)
-        self._current: Version[S] | None = None
+        self._current: Version | None = None
         self._held_since: float | None = None  # time.perf_counter() from which on a commit holds new calls
         self._failure: str | None = None
         self._closed = False
@@ -88,7 +80,7 @@ class Gate(Generic[S]):
             self._held_since, self._failure = None, "the process was forked meanwhile"
 
     @property
-    def current(self) -> Version[S] | None:
+    def current(self) -> Version | None:
         return self._current
 
     @property
@@ -96,7 +88,7 @@ class Gate(Generic[S]):
         """The reason why calls are refused: the arena does not hold one set of weights. None if they are not."""
         return self._failure
 
-    def acquire(self, lease: Claim) -> Version[S]:
+    def acquire(self, lease: Claim) -> Version:
         """Lease the current version; return the lease with `release`.
 
         While a commit holds the calls, a thread that already has a lease may pass, to avoid a deadlock with the commit.
@@ -115,31 +107,31 @@ class Gate(Generic[S]):
             version.session.leases[id(lease)] = weakref.ref(lease)
         return version
 
-    def acquire_session(self, session: S, lease: Claim) -> None:
+    def acquire_session(self, session: Session, lease: Claim) -> None:
         """Take one more lease on a session that the caller knows cannot be overwritten now."""
         with self._lock:
             session.leases[id(lease)] = weakref.ref(lease)
 
-    def acquire_within(self, pin: Claim, session: S, lease: Claim) -> bool:
+    def acquire_within(self, pin: Claim, session: Session, lease: Claim) -> bool:
         """Take one more lease on a session that a pin holds. Return False if the pin has ended."""
         with self._lock:
             if pin.holds:
                 session.leases[id(lease)] = weakref.ref(lease)
             return pin.holds
 
-    def release(self, session: S, lease: Claim) -> None:
+    def release(self, session: Session, lease: Claim) -> None:
         """Return a lease, from any thread. A second call does nothing."""
         lease.end()
         with self._lock:
             if session.leases.pop(id(lease), None) and not session.leases:
                 self._changed.notify_all()
 
-    def leases(self, session: S) -> int:
+    def leases(self, session: Session) -> int:
         """Return how many calls and pins hold `session` now."""
         with self._lock:
             return len(_held_leases(session))
 
-    def wait_idle(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
+    def wait_idle(self, session: Session, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
         """Wait until `session` is not leased. Raises WaitTimeout, and what `check` raises meanwhile."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
@@ -149,7 +141,7 @@ class Gate(Generic[S]):
                 check()
                 self._check_open()
 
-    def exchange(self, version: Version[S]) -> float:
+    def exchange(self, version: Version) -> float:
         """Make `version` current at once; return the seconds for which this could have blocked a call.
 
         Raises ModelClosed, as do `hold` and `wait_idle`.
@@ -168,7 +160,9 @@ class Gate(Generic[S]):
                 _check_not_mine(current.session)
 
     @contextmanager
-    def hold(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> Iterator[float]:
+    def hold(
+        self, session: Session, timeout: float | None, check: Callable[[], None] = lambda: None
+    ) -> Iterator[float]:
         """Hold new calls and wait for the leases on `session`; yield the time.perf_counter() since when. Calls go on
         when the block ends.
 
@@ -188,7 +182,7 @@ class Gate(Generic[S]):
             with self._lock:
                 self._let_go()
 
-    def _hold_idle(self, session: S, deadline: float | None, check: Callable[[], None]) -> float | None:
+    def _hold_idle(self, session: Session, deadline: float | None, check: Callable[[], None]) -> float | None:
         """Hold new calls until `session` is idle; return since when. None, with no hold, if a pin is or becomes old."""
         self._held_since = since = time.perf_counter()
         is_idle = False
@@ -232,7 +226,7 @@ class Gate(Generic[S]):
         )
 
 
-def _check_not_mine(session: Leasable) -> None:
+def _check_not_mine(session: Session) -> None:
     """Raise WaitTimeout if this thread has a lease, which would not end while it waits."""
     if any(lease.thread is this_thread() for lease in _held_leases(session)):
         raise WaitTimeout(
@@ -241,7 +235,7 @@ def _check_not_mine(session: Leasable) -> None:
         )
 
 
-def _is_leased(session: Leasable, deadline: float | None) -> bool:
+def _is_leased(session: Session, deadline: float | None) -> bool:
     """Return whether a session is leased. Raises WaitTimeout if it is and `deadline` has passed."""
     leases = _held_leases(session)
     if leases and deadline is not None and time.monotonic() >= deadline:
@@ -254,7 +248,7 @@ def _is_leased(session: Leasable, deadline: float | None) -> bool:
     return bool(leases)
 
 
-def _held_leases(session: Leasable) -> list[Claim]:
+def _held_leases(session: Session) -> list[Claim]:
     """Return the leases that are held, and remove those that ended or were dropped without a release."""
     leases = []
     for key, reference in list(session.leases.items()):

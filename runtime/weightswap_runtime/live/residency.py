@@ -53,7 +53,7 @@ from .gate import Gate, Version
 from .session import Session
 
 NewSession = Callable[[Arena], Session]
-Commit = tuple[Version[Session], float, int]
+Commit = tuple[Version, float, int]
 """The version that is now served, the seconds that new calls could wait for it, and the bytes copied meanwhile."""
 ResidencyName = Literal["double", "single"]
 RESIDENCIES: tuple[ResidencyName, ...] = get_args(ResidencyName)
@@ -93,7 +93,7 @@ class Residency:
         new_session: NewSession,
         memory: Memory,
         layout: ArenaLayout,
-        gate: Gate[Session],
+        gate: Gate,
         workers: WorkerThreads,
         keep: bool,
     ) -> None:
@@ -120,7 +120,7 @@ class Residency:
         raise NotImplementedError
 
     @property
-    def previous(self) -> Version[Session] | None:
+    def previous(self) -> Version | None:
         """The version that a rollback would serve."""
         return None
 
@@ -141,13 +141,13 @@ class Double(Residency):
         memory, layout = self._memory, self._layout
         with advising(FOR_TWO):
             self.sessions = (new_session(memory.arena(layout)), new_session(memory.arena(layout)))
-        self._resident: dict[Session, Version[Session]] = {}  # by session, the version that is complete in it
+        self._resident: dict[Session, Version] = {}  # by session, the version that is complete in it
         with advising(FOR_PREVIOUS):
             self._saved = HostArena(layout) if self._keep else None
-        self._displaced: Version[Session] | None = None  # the version in `_saved`
+        self._displaced: Version | None = None  # the version in `_saved`
         self._gap: _Gap | None = None  # between the arenas, where the last staging was a patch
 
-    def adopt(self, generation: int, identity: Identity, previous: Identity | None) -> Version[Session]:
+    def adopt(self, generation: int, identity: Identity, previous: Identity | None) -> Version:
         """Take over weights that another process left in the arenas. `previous`: those that a rollback would serve."""
         for number, weights in ((generation, identity), (generation - 1, previous)):
             if weights is not None:
@@ -205,7 +205,7 @@ class Double(Residency):
         return version, paused, 0
 
     @property
-    def previous(self) -> Version[Session] | None:
+    def previous(self) -> Version | None:
         return self._resident.get(self._idle()) or self._displaced
 
     def rollback(self, timeout: float | None, caller: Uninterrupted) -> Commit:
@@ -260,7 +260,7 @@ class Single(Residency):
             self._live = new_session(self._memory.arena(self._layout))
         self.sessions = (self._live,)
         # the weights before the last commit, as a full set or as the patch that restores them
-        self._previous: tuple[Arena | Patch, Version[Session]] | None = None
+        self._previous: tuple[Arena | Patch, Version] | None = None
 
     @contextmanager
     def target(self, timeout: float | None, job: Job) -> Iterator[tuple[Session, StagedIn]]:
@@ -302,7 +302,7 @@ class Single(Residency):
         return version, self._gate.exchange(version), 0
 
     @property
-    def previous(self) -> Version[Session] | None:
+    def previous(self) -> Version | None:
         return self._previous[1] if self._previous else None
 
     def rollback(self, timeout: float | None, caller: Uninterrupted) -> Commit:
@@ -320,7 +320,7 @@ class Single(Residency):
     def _commit_in_place(
         self,
         source: Arena | Patch,
-        version: Version[Session],
+        version: Version,
         staged: Session | None,
         timeout: float | None,
         caller: Uninterrupted,
@@ -369,7 +369,7 @@ class Single(Residency):
             ) from error
 
     def _copy(
-        self, source: Arena | Patch, version: Version[Session], staged: Session | None, undo: _Undo | None
+        self, source: Arena | Patch, version: Version, staged: Session | None, undo: _Undo | None
     ) -> SwapError | None:
         """Copy the weights and what depends on them alone; return the error if `undo` has restored the old ones."""
         where = f"the weights {version.weights_id[:12]}"
@@ -388,7 +388,7 @@ class Single(Residency):
         return None
 
     def _undo(
-        self, source: Arena | Patch, staged: Session | None, kept: tuple[Arena | Patch, Version[Session]] | None
+        self, source: Arena | Patch, staged: Session | None, kept: tuple[Arena | Patch, Version] | None
     ) -> _Undo | None:
         """Return what undoes the commit if a prologue of the new weights fails. Raises OutOfMemory.
 
@@ -416,7 +416,7 @@ class Single(Residency):
                 f"the device did not complete the commit ({type(error).__name__}: {error}). {RESTART}"
             ) from error
 
-    def _snapshot(self, source: Arena | Patch) -> tuple[Arena | Patch, Version[Session]] | None:
+    def _snapshot(self, source: Arena | Patch) -> tuple[Arena | Patch, Version] | None:
         """Copy the weights that a commit is about to replace, while they are still served."""
         current = self._gate.current
         if not self._keep or current is None:
@@ -430,7 +430,7 @@ class Single(Residency):
         self._live.arena.write_to(arena, self._workers)
         return arena, current
 
-    def _kept_apart(self, source: Arena | Patch) -> tuple[Arena | Patch, Version[Session]] | None:
+    def _kept_apart(self, source: Arena | Patch) -> tuple[Arena | Patch, Version] | None:
         """Return what a failed commit has kept, in a form that does not depend on the arena, which may be a mixture."""
         if self._previous is None or not isinstance(self._previous[0], Patch) or self._previous[0] is source:
             return self._previous
@@ -449,7 +449,7 @@ class _Undo(NamedTuple):
 
     content: Arena | Patch  # the old weights
     restore_prologues: Callable[[], None]
-    version: Version[Session]
+    version: Version
 
 
 class Ended(Residency):
@@ -471,6 +471,6 @@ def residency_of(name: str) -> type[Residency]:
     return Double if name == "double" else Single
 
 
-def next_generation(gate: Gate[Session]) -> int:
+def next_generation(gate: Gate) -> int:
     """Return the generation of the next commit."""
     return gate.current.generation + 1 if gate.current else 0

@@ -83,7 +83,7 @@ class WeightStore:
         residency: str,
         keep_previous: str | None,
         memory: Memory,
-        gate: Gate[Session] | None = None,
+        gate: Gate | None = None,
         max_hash_trees: int | None = None,
         ranks: Ranks | None = None,
         split: Split | None = None,
@@ -94,7 +94,7 @@ class WeightStore:
             raise Unsupported(f'keep_previous={keep_previous!r}: expected None or "host"')
         if not (max_hash_trees is None or (type(max_hash_trees) is int and max_hash_trees >= 0)):
             raise Unsupported(f"max_hash_trees={max_hash_trees!r}: expected bytes, 0 or more, or None")
-        self.gate: Gate[Session] = gate or Gate()
+        self.gate: Gate = gate or Gate()
         self.turns = Turns()
         self.memory = memory
         self.stages_on_host = memory.stages_on_host and residency == "single"

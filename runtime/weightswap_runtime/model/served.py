@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from weightswap_runtime.engines.engine import Engine
-from weightswap_runtime.errors import CallError, ModelClosed, UnknownName, Unsupported
+from weightswap_runtime.errors import CallError, ContextError, ModelClosed, UnknownName, Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.context_file import read_context
 from weightswap_runtime.jobs import Claim, Progress, Stop
@@ -22,6 +22,7 @@ from weightswap_runtime.live.receipt import Listener, SwapReceipt
 from weightswap_runtime.live.session import Session, memory_errors
 from weightswap_runtime.live.store import WeightStore, open_variants
 from weightswap_runtime.live.variants import MOST, Choice, VariantNames, VariantReceipt, Variants
+from weightswap_runtime.sources.location import as_location
 from weightswap_runtime.staging.request import (
     PathLike,
 )
@@ -208,12 +209,17 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
         Raises ContextError, also if the file cannot be read, and OutOfMemory; with on_swap="pin" also what a call
         raises.
         """
-        saved = read_context(path, self.artifact.manifest.state, None if allow_other_graph else self.graph_id)
-        made_with, served = saved.stamp.weights_id, self.weights_id
-        if not allow_other_weights:
-            saved.check_weights(served)
-        chosen = None if allow_other_weights or made_with is None else saved.stamp.variants or {}
-        return self._new_context(saved.state, on_swap, served if made_with and served else made_with, chosen)
+        stamp, state = read_context(path, self.artifact.manifest.state, None if allow_other_graph else self.graph_id)
+        made_with, served = stamp.weights_id, self.weights_id
+        if not allow_other_weights and made_with and served and made_with != served:
+            raise ContextError(
+                f"{as_location(path)}: was made with the weights {made_with[:12]}, but {served[:12]} are served. "
+                "Swap the former in, or start a new context. allow_other_weights=True would mix both: what follows "
+                "comes from neither",
+                reason="mismatch",
+            )
+        chosen = None if allow_other_weights or made_with is None else stamp.variants or {}
+        return self._new_context(state, on_swap, served if made_with and served else made_with, chosen)
 
     def generate(
         self,
@@ -307,7 +313,7 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
             if version is not None:
                 gate.release(version.session, lease)
 
-    def _acquire(self, context: Context, lease: Claim) -> Version[Session]:
+    def _acquire(self, context: Context, lease: Claim) -> Version:
         self._check_open()
         return context.acquire(self._gate, lease)
 
@@ -326,11 +332,11 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
 class Pinned(Caller, AbstractContextManager["Pinned"]):
     """One version of the model for the length of a `with` block; threads may share it."""
 
-    def __init__(self, methods: Methods, gate: Gate[Session], ranks: Ranks | None) -> None:
+    def __init__(self, methods: Methods, gate: Gate, ranks: Ranks | None) -> None:
         super().__init__(methods)
         self._gate = gate
         self._ranks = ranks  # which may have to keep changes out
-        self._version: Version[Session] | None = None
+        self._version: Version | None = None
         self._lease: Pin
 
     def __enter__(self) -> Pinned:
@@ -368,7 +374,7 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
     def _served_id(self) -> str | None:
         return self.weights_id
 
-    def _pinned(self) -> Version[Session]:
+    def _pinned(self) -> Version:
         if self._version is None:
             raise CallError("enter the pin first: with model.pin() as pinned: ...")
         return self._version

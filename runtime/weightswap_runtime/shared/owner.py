@@ -110,7 +110,7 @@ def announce(control: Control, identity: Identity, terms: bytes = b"") -> int:
     return control.trial
 
 
-class OwnerGate(Gate[Session]):
+class OwnerGate(Gate):
     """The gate of the owner's own calls, which also waits for those of workers, and commits in all workers."""
 
     def __init__(self, control: Control) -> None:
@@ -142,11 +142,11 @@ class OwnerGate(Gate[Session]):
         generation = self._control.generation
         return 0 if generation is None else (generation + 1) % 2
 
-    def adopt(self, version: Version[Session]) -> None:
+    def adopt(self, version: Version) -> None:
         """Serve in this process the version that workers serve already."""
         super().exchange(version)
 
-    def exchange(self, version: Version[Session]) -> float:
+    def exchange(self, version: Version) -> float:
         """Serve a version in all workers. Calls that begin after this use it."""
         self._control.end_trial()
         describe(self._control, version.generation, version.identity)  # first: whoever sees the word reads it

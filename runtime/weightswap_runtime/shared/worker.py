@@ -103,7 +103,7 @@ class Trial(Caller):
             self._gate.release(session, lease)
 
 
-class WorkerGate(Gate[Session]):
+class WorkerGate(Gate):
     """A gate whose current version is that of the control page, and whose leases the owner waits for."""
 
     def __init__(self, control: Control, slot: int) -> None:
@@ -117,13 +117,13 @@ class WorkerGate(Gate[Session]):
         self._sessions = sessions
 
     @property
-    def current(self) -> Version[Session] | None:
+    def current(self) -> Version | None:
         if self._sessions and self._control.word != self._word and not self._closed:
             with self._lock:
                 self._unhold_if_idle(self._enter())
         return self._current
 
-    def acquire(self, lease: Claim) -> Version[Session]:
+    def acquire(self, lease: Claim) -> Version:
         with self._lock:
             parity = self._enter()
             try:
@@ -232,7 +232,7 @@ class _CommitEvents:
             if current is not None and current.generation > self._last_generation:
                 self._emit(current)
 
-    def _emit(self, version: Version[Session]) -> None:
+    def _emit(self, version: Version) -> None:
         """Emit the event of a commit; of several since the last look, only that of the last one."""
         receipt = self._receipt(version.generation)
         self._last_generation = version.generation

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from weightswap_runtime.errors import WeightFileError
+from weightswap_runtime.errors import OutOfMemory, WeightFileError
 
 from .byte_source import ByteSource, Check, LocalFile
-from .location import Url, as_location
+from .location import Location, Url, as_location
 
 
 class GivenUrl(Url):
@@ -44,11 +44,16 @@ def find_source(path: str | os.PathLike[str] | Url, check: Check | None = None) 
 
 
 def read_small(path: str | os.PathLike[str] | Url, limit: int, check: Check | None = None) -> bytes | None:
-    """Read a file or object of at most `limit` bytes; None if there is none. Raises what `open_source` raises."""
+    """Read a file or object of at most `limit` bytes; None if there is none.
+
+    Raises OutOfMemory, what `open_source` raises, and WeightFileError for a link to nothing.
+    """
+    location = as_location(path)
     try:
-        source = find_source(path, check)
+        source = find_source(location, check)
     except WeightFileError as error:
-        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+        missing = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+        if missing and isinstance(location, Path) and not os.path.lexists(location):
             return None
         raise
     if source is None:
@@ -56,12 +61,24 @@ def read_small(path: str | os.PathLike[str] | Url, limit: int, check: Check | No
     try:
         if source.size > limit:
             raise WeightFileError(f"{source.where}: has {source.size} bytes, expected at most {limit}")
-        try:
-            content = bytearray(source.size)
-        except (MemoryError, OverflowError) as error:
-            raise WeightFileError(f"{source.where}: no memory for {source.size} bytes") from error
+        content = bytearray(source.size)
         source.read_into([memoryview(content)], 0)
         source.check_unchanged()
         return bytes(content)
+    except (MemoryError, OverflowError) as error:
+        raise OutOfMemory(f"{source.where}: no memory for {source.size} bytes") from error
     finally:
         source.close()
+
+
+def read_beside(weights: Location, name: str, limit: int, check: Check | None = None) -> bytes | None:
+    """Read a small file in the folder of weights, like `read_small`; None, too, if a server denies access to it.
+
+    A signed URL opens one object only, and S3 denies access to a missing object if the client may not list the bucket.
+    """
+    try:
+        return read_small(weights.with_name(name), limit, check)
+    except WeightFileError as error:
+        if error.reason != "denied":
+            raise
+        return None

@@ -8,8 +8,8 @@ of it, scattered to where the rows belong, and nothing is gathered first.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, product
+from collections.abc import Iterable, Sequence
+from itertools import groupby, product, zip_longest
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from weightswap_runtime.tensors import row_major
 
 from .byte_source import MOST_BUFFERS, ByteSource
 
-MOST_CUT = 6  # dimensions in which rectangles may be smaller than the whole; each doubles the corners of all of them
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes, in elements
 
 
@@ -34,7 +33,7 @@ class Rectangle(NamedTuple):
 
 
 class Rectangles(ByteSource):
-    """A tensor as a ByteSource: its row-major bytes, of rectangles that cover it once (see `first_wrong`).
+    """A tensor as a ByteSource: its row-major bytes, of rectangles that cover it once (see `grid_problem`).
 
     Whoever opened the sources of the rectangles closes them.
     """
@@ -92,30 +91,27 @@ class _Rows:
             self.source.read_into(parts, self._begin + first * self._length + skipped)
 
 
-def cut_axes(shape: Sequence[int], boxes: Sequence[Box]) -> list[int]:
-    """Return the dimensions in which some box is smaller than the whole."""
-    return [axis for axis, size in enumerate(shape) if any(sizes[axis] != size for _, sizes in boxes)]
+def grid_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[str, tuple[int, ...]] | None:
+    """Return why boxes are no grid over a tensor that has each part once, and the offsets of the part that shows it;
+    None if they are one.
 
-
-def first_wrong(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[tuple[int, ...], bool] | None:
-    """Return the first element of a tensor, in row-major order, that is not in exactly one of its boxes, and whether it
-    is in none; None if there is no such element. At most MOST_CUT axes may be cut.
-
-    Summed with alternating signs, the corners of all boxes cancel out but for those of the whole, if and only if the
-    boxes cover it once: the sum is the derivative of the number of boxes at each element. At the first wrong element it
-    is the number itself, less 1, as all before it are right. This takes no longer for many boxes than sorting them.
+    Whoever saves parts cuts each dimension by itself. This takes no longer for many boxes than sorting them.
     """
-    cut = cut_axes(shape, boxes)
-    corners = [corner for box in boxes for corner in _corners(box, cut, 1)]
-    corners += _corners(((0,) * len(shape), shape), cut, -1)
-    for place, signs in groupby(sorted(corners), key=itemgetter(0)):  # sorted: hashes of numbers can be made equal
-        if surplus := sum(sign for _, sign in signs):
-            found = dict(zip(cut, place, strict=True))
-            return tuple(found.get(axis, 0) for axis in range(len(shape))), surplus < 0
+    grid: list[list[int]] = []
+    for axis, size in enumerate(shape):
+        begins, end = list[int](), 0
+        spans = sorted((offsets[axis], sizes[axis], offsets) for offsets, sizes in boxes)
+        for (begin, length), same in groupby(spans, key=itemgetter(0, 1)):
+            if begin != end:
+                return f"along dimension {axis} parts end at {end}, and one begins at {begin}", next(same)[2]
+            begins.append(begin)
+            end = begin + length
+        if end != size:
+            return f"along dimension {axis} parts end at {end}, not at {size}", shape
+        grid.append(begins)
+    for found, cell in zip_longest(sorted(offsets for offsets, _ in boxes), product(*grid)):
+        if found is None or (cell is not None and cell < found):
+            return f"the part at {list(cell)} is missing", cell
+        if found != cell:
+            return f"two parts begin at {list(found)}", found
     return None
-
-
-def _corners(box: Box, axes: list[int], sign: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    ends = [((box[0][axis], 1), (box[0][axis] + box[1][axis], -1)) for axis in axes]
-    for corner in product(*ends):
-        yield tuple(place for place, _ in corner), sign * prod(side for _, side in corner)

@@ -42,7 +42,7 @@ def _transport(fs: Any, path: str, url: Url) -> Transport:
     return GenericObject(fs, path, url)
 
 
-def replace_object(url: Url, content: bytes, tag: str | None, check: Check | None = None) -> bool:
+def replace_object(url: Url, content: bytes, tag: str | None) -> bool:
     """Replace a small object if it has the given tag, or create it if `tag` is None, atomically.
 
     Returns False on a conflict. Raises Unsupported for a store without such a write, or for which it is not implemented
@@ -58,7 +58,7 @@ def replace_object(url: Url, content: bytes, tag: str | None, check: Check | Non
 
     target = S3Object(fs, path, url)
     work = retry(lambda: target.replace(content, tag), lambda: f"{url}: cannot be written")
-    return wait_for(_loop_of(fs, url)(), work, check or _never_cancel)
+    return wait_for(_loop_of(fs, url)(), work, _never_cancel)
 
 
 class ListedFile(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
 
@@ -37,7 +37,6 @@ from .request import (
 from .sets import plan, stage_full
 
 _COUNTED = 4 << 20  # bytes in which a thread counts non-finite values at a time
-_TOGETHER = 256 << 20  # bytes of deltas that are laid over each other before an arena that nobody serves gets them
 Pieces = Iterable[tuple[int, memoryview]]
 Chain = tuple[BaseFile, ...]
 
@@ -52,9 +51,9 @@ def files_after(served: str | None, weights: WeightSet, stamp: DeltaStamp, stagi
     if not onto or stamp.base == served:
         return ()
     for index in reversed(range(len(onto))):
-        if onto[index].weights_id == served:
+        if onto[index][1] == served:
             return onto[index + 1 :]
-    with open_weights(onto[0].path, staging.job.check, staging.manifest.most_header) as first:
+    with open_weights(onto[0][0], staging.job.check, staging.manifest.most_header) as first:
         return onto if delta_stamp(first) else None
 
 
@@ -74,7 +73,7 @@ def stage_delta(
     base, said = served.weights_id, f"{served.weights_id[:12]} are served"
     for each in through:
         step = _staging_of(each, staging)
-        with open_weights(each.path, staging.job.check, staging.manifest.most_header) as opened:
+        with open_weights(each[0], staging.job.check, staging.manifest.most_header) as opened:
             between = _stamp_of(opened, step)
             _check_base(between, opened.where, base, said)
             layers.add(_read_parts(opened, between, step))
@@ -110,12 +109,11 @@ def lay_over(
 
     claimed: the id that the result shall have, which ranks prove together if a part changes what they share.
 
-    Raises MemoryError, StageCancelled, and Unsupported for such a part if no id is claimed, and after another one that
-    has not been proven.
+    Raises MemoryError, StageCancelled, and Unsupported for such a part if no id is claimed.
     """
     staging.job.begin("verifying")
     shared = [name for name in parts if name in arena.layout.shares]
-    if shared and (claimed is None or served.unproven):
+    if shared and claimed is None:
         raise Unsupported(
             f"{staging.request.where}: changes {listed(shared)}, of which each rank has a part; swap a full set of "
             "weights, or the file of a delta between two full sets"
@@ -142,51 +140,23 @@ def stage_chain(
     """
     full, *deltas = staging.request.onto
     first = _staging_of(full, staging)
-    with open_weights(full.path, staging.job.check, staging.manifest.most_header) as opened:
+    with open_weights(full[0], staging.job.check, staging.manifest.most_header) as opened:
         planned = plan(opened, first.manifest, first.request, arena.layout.shares)
         identity, report = stage_full(planned, arena, first)
-    *earlier, through = _groups(deltas, _size(weights), staging)
-    for *others, each in earlier:
-        step = _staging_of(each, staging)
-        with open_weights(each.path, staging.job.check, staging.manifest.most_header) as opened:
-            identity, later, patch = stage_delta(opened, _stamp_of(opened, step), arena, identity, step, tuple(others))
-        patch.write_to(arena, staging.workers, staging.job)
-        report = _added(report, later)
-    identity, later, patch = stage_delta(weights, stamp, arena, identity, staging, tuple(through))
+    identity, later, patch = stage_delta(weights, stamp, arena, identity, staging, tuple(deltas))
     patch.write_to(arena, staging.workers, staging.job)
-    return identity, _added(report, later)
-
-
-def _groups(deltas: Sequence[BaseFile], last: int, staging: Staging) -> list[list[BaseFile]]:
-    """Group deltas that are laid over each other before they are laid over an arena; only few bytes are in memory so.
-
-    last: the bytes of the delta after them, which joins the last group, even if that is empty.
-    """
-    groups: list[list[BaseFile]] = [[]]
-    size = 0
-    for each in deltas:
-        with open_weights(each.path, staging.job.check, staging.manifest.most_header) as opened:
-            more = _size(opened)
-        if groups[-1] and size + more > _TOGETHER:
-            groups.append([])
-            size = 0
-        groups[-1].append(each)
-        size += more
-    return [*groups, []] if groups[-1] and size + last > _TOGETHER else groups
-
-
-def _added(before: StagingReport, later: StagingReport) -> StagingReport:
-    return replace(
+    return identity, replace(
         later,
-        bytes_read=before.bytes_read + later.bytes_read,
-        seconds_staged=before.seconds_staged + later.seconds_staged,
-        seconds_verified=before.seconds_verified + later.seconds_verified,
+        bytes_read=report.bytes_read + later.bytes_read,
+        seconds_staged=report.seconds_staged + later.seconds_staged,
+        seconds_verified=report.seconds_verified + later.seconds_verified,
     )
 
 
 def _staging_of(base: BaseFile, staging: Staging) -> Staging:
     """Return the staging of an earlier file, which must give the stated weights; non-finite values are allowed."""
-    request = staging.request._replace(source=base.path, expect=base.weights_id, allow_nonfinite=None)
+    path, weights_id = base
+    request = staging.request._replace(source=path, expect=weights_id, allow_nonfinite=None)
     return staging._replace(request=request)
 
 

@@ -246,28 +246,18 @@ def read_pieces(
         return suiting if most is None else min(most, suiting)
 
     ordered = _in_file_order(pieces)
-    arriving = {id(piece.source): piece.source for piece in ordered if isinstance(piece.source, Arriving)}.values()
+    arriving = [piece.source for piece in ordered if isinstance(piece.source, Arriving)]
     for source in arriving:
-        source.expect((piece.begin, piece.begin + piece.slot.nbytes) for piece in ordered if piece.source is source)
-        most = BLOCK  # the next thread reads while this one hashes
-
-    def stop() -> None:
-        for source in arriving:
-            source.stop()
-
+        source.start()
+    if arriving:  # one thread, so that nothing is read out of turn
+        workers = WorkerThreads(1, yields=workers.yields)
     reads = list(_reads((part for piece in ordered for part in _parts(piece, unit(piece))), unit))
     groups = _groups(reads, most or GROUP_BYTES)
     runs = [[group] for group in groups] if inspection is None else _runs(groups, workers)
-    _read_runs(runs, workers, job, inspection, stop)
+    _read_runs(runs, workers, job, inspection)
 
 
-def _read_runs(
-    runs: Iterable[list[Group]],
-    workers: WorkerThreads,
-    job: Job,
-    inspection: Inspection | None,
-    stop_others: Callable[[], None],
-) -> None:
+def _read_runs(runs: Iterable[list[Group]], workers: WorkerThreads, job: Job, inspection: Inspection | None) -> None:
     """Read all runs. After an error none is read to its end, which may take long."""
     work = _reader(job, inspection)
     is_over = False
@@ -275,7 +265,6 @@ def _read_runs(
     def stop() -> None:
         nonlocal is_over
         is_over = True
-        stop_others()
 
     def check() -> None:
         job.check()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import starmap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
@@ -17,11 +15,10 @@ from weightswap_runtime.errors import (
     GraphMismatch,
     UnexpectedWeights,
     Unsupported,
-    WeightswapError,
     check_timeout,
     lines_of,
 )
-from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
+from weightswap_runtime.format.delta import DeltaStamp
 from weightswap_runtime.format.goldens import Mode, check_mode
 from weightswap_runtime.format.identity import (
     Allowed,
@@ -86,11 +83,8 @@ class SwapOptions(WatchOptions, total=False):
     base: str | None
 
 
-class BaseFile(NamedTuple):
-    """File that leads to the base of a delta: a full set, or an earlier delta. `weights_id` is what it results in."""
-
-    path: PathLike
-    weights_id: str
+# a file that leads to the base of a delta, a full set or an earlier delta, and the id of the weights that it results in
+BaseFile = tuple[PathLike, str]
 
 
 class SwapRequest(NamedTuple):
@@ -119,7 +113,7 @@ class SwapRequest(NamedTuple):
         options: Mapping[str, Any],
         manifest: Manifest,
         composed: tuple[str, ...],
-        onto: Iterable[tuple[PathLike, str]] = (),
+        onto: Iterable[BaseFile] = (),
     ) -> SwapRequest:
         """Return the request that a user's options make. composed: the weights that are parts of quantised tensors.
 
@@ -142,7 +136,7 @@ class SwapRequest(NamedTuple):
         source = _source_of(weights, given)
         if isinstance(source, GivenWeights):
             given["keys"] = given.get("keys") or source.keys
-        request = cls(source, **given, onto=tuple(starmap(BaseFile, onto)))
+        request = cls(source, **given, onto=tuple((path, weights_id) for path, weights_id in onto))
         request.check()
         return request
 
@@ -151,7 +145,8 @@ class SwapRequest(NamedTuple):
         if not isinstance(self.keys, str | None) or self.keys not in READINGS:
             raise Unsupported(f"keys={self.keys!r}: expected {', '.join(map(repr, READINGS))}")
         if self.expect is not None and not (isinstance(self.expect, str) and DIGEST.fullmatch(self.expect)):
-            raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits{self._about_expected()}")
+            found = f", this has {len(self.expect)}" if isinstance(self.expect, str) else ""
+            raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits{found}")
         if self.labels and not isinstance(self.source, GivenWeights):
             raise Unsupported("labels: of weights from memory alone; a file has its own (pack(labels=))")
         check_labels(self.labels)
@@ -161,22 +156,6 @@ class SwapRequest(NamedTuple):
         check_busy(self.busy)
         check_timeout(self.timeout)
         check_rate_limit(self.rate_limit)
-
-    def _about_expected(self) -> str:
-        """Return more about an `expect` that is no weights id: its length, and if the file's id begins so."""
-        expected = self.expect
-        if not (isinstance(expected, str) and re.fullmatch("[0-9a-f]+", expected)):
-            return ""
-        if isinstance(self.source, GivenWeights):
-            return f", this has {len(expected)}"
-        try:
-            with open_weights(self.source) as weights:
-                stamp = delta_stamp(weights) or weights.stamp
-        except WeightswapError:
-            stamp = None
-        begins = stamp is not None and stamp.weights_id.startswith(expected)
-        more = f"; the id that the file records begins so: {stamp.weights_id}" if stamp and begins else ""
-        return f", this has {len(expected)}{more}"
 
     @property
     def where(self) -> str:

@@ -3,9 +3,9 @@
 All ranks call `Sender.send` at the same step, and do the same:
 
     Held      all tell all which rows of which tensors they hold
-    Vote      rank 0 tells whether such tensors can be the weights
+    Outcome   rank 0 tells whether such tensors can be the weights
     rows      each sends its own to rank 0, in the order of a file without a name, which rank 0 stages as it arrives
-    Digest    of what each has sent
+    digest    of what each has sent
     Outcome   rank 0 tells what became of it
 
 No rank but 0 ever has more than its own part.
@@ -32,7 +32,7 @@ from weightswap_runtime.staging.given import MEMORY, as_arriving, tensors_of
 from weightswap_runtime.staging.request import check_labels
 from weightswap_runtime.tensors import nbytes
 
-from .group import BUCKET, Vote, vote
+from .group import BUCKET, vote
 from .messages import Outcome, Refusal
 
 if TYPE_CHECKING:
@@ -59,12 +59,6 @@ class Held(msgspec.Struct, frozen=True):
     rows: dict[str, Rows] = {}
     labels: dict[str, str] = {}
     refusal: Refusal | None = None
-
-
-class Digest(msgspec.Struct, frozen=True):
-    """The BLAKE3 digest of all bytes that a rank has sent."""
-
-    digest: str
 
 
 class Part(NamedTuple):
@@ -198,7 +192,7 @@ def _give(members: Members, joined: Joined, content: Mapping[str, memoryview]) -
             rows = content[part.name][part.begin : part.end]
             hasher.update(rows)
             members.send(rows)
-    members.gather_documents(Digest(hasher.hexdigest()))
+    members.gather_documents(hasher.hexdigest())
     outcome = members.gather_documents(Outcome())[0]
     if outcome.refusal is not None:
         raise outcome.refusal.as_error()
@@ -229,7 +223,7 @@ class Gathering:
     def _vote(self, refusal: Refusal | None) -> None:
         if not self._has_voted:
             self._has_voted = True
-            self._members.gather_documents(Vote(refusal))
+            self._members.gather_documents(Outcome(refusal=refusal))
 
     def _receive_part(self) -> memoryview:
         """Return the next part, while the one after it may be on its way."""
@@ -261,9 +255,9 @@ class Gathering:
 
     def _check_digests(self) -> None:
         self._has_digests = True
-        told = self._members.gather_documents(Digest(""))
+        told = self._members.gather_documents("")
         for rank, hasher in self._hashers.items():
-            if told[rank].digest != hasher.hexdigest():
+            if told[rank] != hasher.hexdigest():
                 text = f"what rank {rank} of the trainer has sent is not what has come"
                 raise DigestMismatch(MEMORY, [text], "Send it again.")
 

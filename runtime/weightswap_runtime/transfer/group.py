@@ -4,12 +4,12 @@ All ranks do the same steps, as what a group does is paired by its order:
 
     Turn      all tell all what is next: nothing yet, weights, or the end
     header    rank 0 sends the begin of a packed weight file, by which the others know whether the weights can be theirs
-    Vote      all tell all whether they go on
+    Outcome   all tell all whether they go on: a refusal, or nothing yet
     buckets   rank 0 sends the rest; each receiver verifies it as a file that arrives
-    Vote      whether all have staged and verified them; then each commits
+    Outcome   whether all have staged and verified them; then each commits
     Outcome   all tell all what became of that
 
-Whoever refuses says so in a vote, and all go on to the next turn, with the weights from before.
+Whoever refuses says so, and all go on to the next turn, with the weights from before.
 """
 
 from __future__ import annotations
@@ -53,16 +53,10 @@ class Turn(msgspec.Struct, frozen=True):
     leaves: bool = False
 
 
-class Vote(msgspec.Struct, frozen=True):
-    """Whether a rank goes on."""
-
-    refusal: Refusal | None = None
-
-
 def vote(members: Members) -> Refusal | None:
     """Tell the others that this rank goes on. Return the refusal of the first that does not. Raises
     TransferFailed."""
-    return next((each.refusal for each in members.gather_documents(Vote()) if each.refusal is not None), None)
+    return next((each.refusal for each in members.gather_documents(Outcome()) if each.refusal is not None), None)
 
 
 class GroupLink(Link):
@@ -260,7 +254,5 @@ class _Arrival:
             assert self._coming is not None
             members.wait(self._coming[1], members.check)
             self._coming = None
-        if self._next == "outcome":
+        if self._next != "nothing":
             members.gather_documents(Outcome(refusal=refusal))
-        elif self._next != "nothing":
-            members.gather_documents(Vote(refusal))

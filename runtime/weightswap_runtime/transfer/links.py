@@ -21,13 +21,11 @@ from .messages import (
     MOST_ANSWER,
     VERSION,
     Channel,
-    Greeting,
     Link,
     Offer,
     Outcome,
     Parcel,
     Refusal,
-    Welcome,
     peer,
     socket_path,
 )
@@ -77,7 +75,8 @@ class UnixLink(Link):
 
     def _offer(self, weights_id: str, parcel: Parcel, deadline: float) -> Outcome:
         channel = self._connected(deadline)
-        channel.send(Offer(weights_id), deadline, parcel.descriptor)
+        with suppress(TransferFailed):  # who is turned away at once finds out why below
+            channel.send(Offer(VERSION, self._graph_id, weights_id), deadline, parcel.descriptor)
         outcome = channel.receive(Outcome, deadline)
         if outcome is None:
             raise TransferFailed(f"{self._to}: the receiver ended before it had answered")
@@ -92,9 +91,6 @@ class UnixLink(Link):
                 connection.connect(self._path)
                 if peer(connection) != os.getuid():
                     raise TransferFailed(f"{self._to}: the receiver is a process of another user")
-                with suppress(TransferFailed):  # who is turned away at once finds out why below
-                    channel.send(Greeting(VERSION, self._graph_id), deadline)
-                welcome = channel.receive(Welcome, deadline)
             except OSError as error:
                 channel.close()
                 raise TransferFailed(
@@ -104,11 +100,6 @@ class UnixLink(Link):
             except BaseException:
                 channel.close()
                 raise
-            if welcome is None or welcome.refusal is not None:
-                channel.close()
-                if welcome is not None and welcome.refusal is not None:
-                    raise welcome.refusal.as_error()
-                raise TransferFailed(f"{self._to}: the receiver closed the connection")
             self._channel = channel
         return self._channel
 

@@ -1,8 +1,6 @@
 """What a sender and a receiver tell each other over a Unix socket: documents of JSON, one on a line.
 
     sender                        receiver
-    Greeting                 ->
-                             <-   Welcome, or Refusal: another version, or another graph
     Offer, with a descriptor ->
                              <-   Outcome: the receipt, or a refusal
     Offer ...
@@ -26,12 +24,11 @@ from weightswap_runtime import errors
 from weightswap_runtime.errors import SwapError, TransferFailed, Unsupported, WeightswapError, reason_of, seconds_left
 from weightswap_runtime.live.receipt import SwapReceipt
 
-VERSION = 1  # of this protocol
+VERSION = 2  # of this protocol
 _MOST_LINE = 1 << 20  # bytes
 MOST_ANSWER = 64 << 20  # bytes: a receipt names each weight that is not finite, and labels have up to 64 KB
 _PART = 64 << 10  # bytes that are received at once
 _LONGEST_PATH = 107  # bytes of a socket's path: Linux takes 108, with a zero at the end
-_DESCRIPTOR = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")  # ucred: process, user, group
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -60,13 +57,6 @@ def peer(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
-class Greeting(msgspec.Struct, frozen=True):
-    """What a sender has. version: of these messages."""
-
-    version: int
-    graph_id: str
-
-
 class Refusal(msgspec.Struct, frozen=True):
     """An error: the name of its class, its reason, the lines of its text, and its problems if it lists some."""
 
@@ -93,20 +83,16 @@ class Refusal(msgspec.Struct, frozen=True):
         return error
 
 
-class Welcome(msgspec.Struct, frozen=True):
-    """The answer to a greeting."""
-
-    refusal: Refusal | None = None
-
-
 class Offer(msgspec.Struct, frozen=True):
     """Weights in the file behind the descriptor that comes with this."""
 
+    version: int  # of these messages
+    graph_id: str
     weights_id: str
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of an offer: the fields of a receipt, or a refusal."""
+    """What became of an offer: the fields of a receipt, or a refusal. Among ranks without both: so far all is well."""
 
     receipt: dict[str, Any] | None = None
     refusal: Refusal | None = None
@@ -155,10 +141,9 @@ class Channel:
     def send(self, document: msgspec.Struct, deadline: float, descriptor: int | None = None) -> None:
         """Send a document, and a descriptor with its first bytes. Raises TransferFailed."""
         line = msgspec.json.encode(document) + b"\n"
-        rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(descriptor))]
         try:
             self._socket.settimeout(seconds_left(deadline))
-            sent = self._socket.sendmsg([line], rights)
+            sent = socket.send_fds(self._socket, [line], [] if descriptor is None else [descriptor])
             self._socket.sendall(line[sent:])
         except OSError as error:
             raise TransferFailed(f"the other side is gone or does not read ({error})") from error
@@ -189,16 +174,14 @@ class Channel:
         """Wait for more bytes; return whether some came. Raises TransferFailed."""
         try:
             self._socket.settimeout(seconds_left(deadline))
-            data, rights, _, _ = self._socket.recvmsg(_PART, socket.CMSG_SPACE(_DESCRIPTOR.size))
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _PART, 1)
         except TimeoutError as error:
             raise TransferFailed("the other side did not answer in time") from error
         except OSError as error:
             raise TransferFailed(f"the other side is gone ({error})") from error
-        for _, what, content in rights:
-            if what == socket.SCM_RIGHTS:
-                for (descriptor,) in _DESCRIPTOR.iter_unpack(content):
-                    self._drop_descriptor()
-                    self._descriptor = descriptor
+        for descriptor in descriptors:
+            self._drop_descriptor()
+            self._descriptor = descriptor
         self._received += data
         return bool(data)
 

@@ -21,7 +21,7 @@ from weightswap_runtime.sources.byte_source import Check, LocalFile
 from weightswap_runtime.staging.given import MEMORY, GivenWeights, as_file
 from weightswap_runtime.threads import Background, UntilStopped
 
-from .messages import VERSION, Channel, Greeting, Offer, Outcome, Refusal, Welcome, peer, socket_path
+from .messages import VERSION, Channel, Offer, Outcome, Refusal, peer, socket_path
 
 MOST_SENDERS = 32  # connected at once
 _AT_ONCE = 1.0  # seconds to tell a sender that it is turned away
@@ -117,6 +117,9 @@ class Receiver(UntilStopped):
 
     def _begin(self, connection: socket.socket) -> None:
         """Serve a connection in a thread of its own."""
+        if peer(connection) != os.getuid():
+            self._turn_away(connection, f"{self.at}: takes weights from processes of its own user alone")
+            return
         with self._lock:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             is_full = self._is_stopping or len(self._threads) >= MOST_SENDERS
@@ -126,22 +129,21 @@ class Receiver(UntilStopped):
                 self._threads.append(thread)
                 thread.start()
         if is_full:
-            self._turn_away(connection)
+            self._turn_away(connection, f"{self.at}: {MOST_SENDERS} senders are connected; close one of them")
 
-    def _turn_away(self, connection: socket.socket) -> None:
-        refusal = TransferFailed(f"{self.at}: {MOST_SENDERS} senders are connected; close one of them")
+    def _turn_away(self, connection: socket.socket, why: str) -> None:
+        refusal = TransferFailed(why)
         with closing(Channel(connection)) as channel, suppress(TransferFailed):
-            channel.send(Welcome(Refusal.of(refusal)), time.monotonic() + _AT_ONCE)
+            channel.send(Outcome(refusal=Refusal.of(refusal)), time.monotonic() + _AT_ONCE)
 
     def _converse(self, connection: socket.socket) -> None:
         channel = Channel(connection)
         try:
-            if self._greet(connection, channel):
-                while not self._is_stopping:
-                    offer = channel.receive(Offer, math.inf, self._timeout)
-                    if offer is None:
-                        return
-                    channel.send(self._take(connection, channel, offer), time.monotonic() + self._timeout)
+            while not self._is_stopping:
+                offer = channel.receive(Offer, math.inf, self._timeout)
+                if offer is None:
+                    return
+                channel.send(self._take(connection, channel, offer), time.monotonic() + self._timeout)
         except TransferFailed as error:  # the sender is gone
             _log.info("%s: %s", self.at, error)
         except BaseException:
@@ -151,25 +153,17 @@ class Receiver(UntilStopped):
             with self._lock:
                 self._connections.pop(connection, None)
 
-    def _greet(self, connection: socket.socket, channel: Channel) -> bool:
-        """Answer the greeting; return whether offers may follow."""
-        deadline = time.monotonic() + self._timeout
-        refusal: TransferFailed | None = None
-        if peer(connection) != os.getuid():
-            refusal = TransferFailed(f"{self.at}: takes weights from processes of its own user alone")
-        elif (greeting := channel.receive(Greeting, deadline)) is None:
-            return False
-        elif greeting.version != VERSION:
-            refusal = TransferFailed(
-                f"{self.at}: the sender speaks version {greeting.version}, the receiver {VERSION}; install one release"
+    def _check(self, offer: Offer) -> None:
+        """Raise TransferFailed for an offer that this receiver cannot take."""
+        if offer.version != VERSION:
+            raise TransferFailed(
+                f"{self.at}: the sender speaks version {offer.version}, the receiver {VERSION}; install one release"
             )
-        elif greeting.graph_id != self._target.graph_id:
-            refusal = TransferFailed(
-                f"{self.at}: the sender has the graph {greeting.graph_id[:12]}, the receiver "
+        if offer.graph_id != self._target.graph_id:
+            raise TransferFailed(
+                f"{self.at}: the sender has the graph {offer.graph_id[:12]}, the receiver "
                 f"{self._target.graph_id[:12]}; give the sender the artifact that is served"
             )
-        channel.send(Welcome(Refusal.of(refusal) if refusal else None), deadline)
-        return refusal is None
 
     def _take(self, connection: socket.socket, channel: Channel, offer: Offer) -> Outcome:
         """Serve what is offered, and return what became of it."""
@@ -179,6 +173,7 @@ class Receiver(UntilStopped):
         try:
             if self._is_stopping:
                 job.cancel()
+            self._check(offer)
             descriptor = channel.receive_descriptor()
             try:
                 receipt = self._target.swap(self._given(descriptor), offer.weights_id, job)

@@ -19,10 +19,9 @@ from weightswap_runtime.following.controller import Change as OpenChange
 from weightswap_runtime.following.controller import Controller, Lease
 from weightswap_runtime.following.desired_state import DesiredState, DesiredWeights, check_promotable
 from weightswap_runtime.following.desired_store import DesiredStore, Known, check_file, files_of
-from weightswap_runtime.following.unused import in_use
+from weightswap_runtime.following.directory import in_use
 from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.receipt import SwapReceipt
-from weightswap_runtime.live.session import Session
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.variants import VariantReceipt
 from weightswap_runtime.model.model import Model
@@ -375,7 +374,7 @@ class ModelOperations:
         return ids, known
 
     @property
-    def version(self) -> Version[Session]:
+    def version(self) -> Version:
         """The version that new calls use. Raises NoWeights."""
         current = self.model._store.gate.current
         if current is None or self.model.failed:

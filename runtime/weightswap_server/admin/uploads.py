@@ -20,7 +20,7 @@ from blake3 import blake3
 from weightswap_runtime.errors import DesiredError, Unsupported, WeightswapError, text_of
 from weightswap_runtime.following.desired_state import DesiredState
 from weightswap_runtime.following.desired_store import DesiredStore, unchanging
-from weightswap_runtime.following.unused import AnyStamp, remove, stamps_in, unused
+from weightswap_runtime.following.directory import AnyStamp, remove, stamps_in, unused
 from weightswap_runtime.format.weight_set import companions
 from weightswap_runtime.jobs import POLL_SECONDS
 from weightswap_runtime.sources.byte_source import Check

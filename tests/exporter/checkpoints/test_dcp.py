@@ -265,7 +265,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a chunk that is nowhere": (forgotten, "layers.0.weight: the metadata does not locate its chunk at [0, 0]"),
     "a chunk beyond the tensor": (sized(4, 3), "layers.0.weight: its chunk [4, 3] at [0, 0] extends beyond its shape"),
     "a hole": (sized(2, 3), "layers.0.weight: its chunks have 6 elements, but its shape [3, 3] has 9"),
-    "an overlap": (described(overlap), "its chunks overlap at [1, 0]"),
+    "an overlap": (described(overlap), "its chunks are no grid: along dimension 0 parts end at 2, and one begins at 1"),
     "another dtype": (described(retype), "expected F32[3, 3], found I32[3, 3]"),
     "a file outside": (
         placed("layers.0.weight", relative_path="../__0_0.distcp"),

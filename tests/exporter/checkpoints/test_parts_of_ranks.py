@@ -153,5 +153,5 @@ def test_the_part_of_one_rank_is_refused(parts: Path, artifact: Artifact) -> Non
 def test_parts_of_an_older_save_with_more_ranks_are_refused(torn: Path, artifact: Artifact) -> None:
     last = max(torn.iterdir())
     shutil.copy(last, last.with_name("shard-00009-model-00001-of-00001.safetensors"))
-    with pytest.raises(WeightFileError, match=r"byte \d+ of \S+, element \[.*\], is in 2 files.*Copy the files of all"):
+    with pytest.raises(WeightFileError, match=r"two parts begin at \[.*Copy the files of all"):
         load(artifact, torn)

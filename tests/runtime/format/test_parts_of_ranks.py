@@ -36,8 +36,9 @@ def at(*offsets: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Rows 0 and 1, then columns of the rest; the first rank has a whole tensor, the last an empty part."""
-    write(tmp_path, 1, {"w": WHOLE[:2], "alone": ALONE}, at(0, 0))
+    """Four parts; the second rank has a whole tensor, too, the last an empty part."""
+    write(tmp_path, 0, {"w": WHOLE[:2, 1:]}, at(0, 1))
+    write(tmp_path, 1, {"w": WHOLE[:2, :1], "alone": ALONE}, at(0, 0))
     write(tmp_path, 2, {"w": WHOLE[2:, :1]}, at(2, 0))
     write(tmp_path, 3, {"w": WHOLE[2:, 1:]}, at(2, 1))
     write(tmp_path, 4, {"w": WHOLE[6:]}, at(6, 0))
@@ -86,7 +87,7 @@ def test_a_write_to_any_part_is_noticed(folder: Path) -> None:
 
 def test_a_folder_with_other_files_has_candidates(folder: Path) -> None:
     safetensors.numpy.save_file({"w": WHOLE}, folder / "other.safetensors")
-    with pytest.raises(WeightFileError, match="holds 5 candidates"):
+    with pytest.raises(WeightFileError, match="holds 6 candidates"):
         read_weights(folder)
     (folder / "other.safetensors").rename(folder / "model.safetensors")
     assert read_weights(folder).keys() == {"w"}
@@ -115,19 +116,35 @@ def truncated(folder: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "lost": (lambda folder: (folder / name_of(1)).unlink(), r"byte 0 of w, element \[0, 0\], is in no file"),
-    "lost between": (
-        lambda folder: (folder / name_of(2)).unlink(),
-        r"byte 32 of w, element \[2, 0\], is in no file",
+    "lost": (lambda folder: (folder / name_of(1)).unlink(), r"w: the part at \[0, 0\] is missing"),
+    "lost between": (lambda folder: (folder / name_of(2)).unlink(), r"w: the part at \[2, 0\] is missing"),
+    "lost row": (
+        lambda folder: [(folder / name_of(rank)).unlink() for rank in (0, 1)],
+        r"w: along dimension 0 parts end at 0, and one begins at 2 \(shard-00002",
     ),
-    "doubled": (replaced(5, {"w": WHOLE[:2]}, at(0, 0)), r"byte 0 of w, .* is in 2 files, shard-00001.* shard-00005"),
-    "whole and in parts": (replaced(5, {"w": WHOLE}, at(0, 0)), "byte 0 of w, .* is in 2 files"),
-    "doubled whole": (replaced(5, {"alone": ALONE}, {}), "byte 0 of alone, .* is in 2 files"),
-    "overlapping": (replaced(3, {"w": WHOLE[2:]}, at(2, 0)), r"byte 32 of w, element \[2, 0\], is in 2 files"),
-    "moved": (replaced(3, {"w": WHOLE[2:, 1:]}, at(2, 2)), r"byte 16 of w, element \[0, 4\], is in no file"),
-    "far away": (replaced(3, {"w": WHOLE[2:, 1:]}, at(2**61, 1)), r"byte 36 of w, element \[2, 1\], is in no file"),
-    "another dtype": (replaced(3, {"w": WHOLE[2:, 1:].astype("f8")}, at(2, 1)), r"w is F32\[2, 4\] in .* and F64"),
-    "another dimension": (replaced(3, {"w": WHOLE[2:, 1]}, at(2)), r"w is F32\[2, 4\] in .* and F32\[4\]"),
+    "doubled": (
+        replaced(5, {"w": WHOLE[:2, :1]}, at(0, 0)),
+        r"w: two parts begin at \[0, 0\] \(shard-00001.* shard-00005",
+    ),
+    "whole and in parts": (
+        replaced(5, {"w": WHOLE}, at(0, 0)),
+        "w: .* 0 parts end at 2, and one begins at 0",
+    ),
+    "doubled whole": (
+        replaced(5, {"alone": ALONE}, {}),
+        r"alone: two parts begin at \[0\] \(shard.* shard-00005",
+    ),
+    "overlapping": (
+        replaced(3, {"w": WHOLE[2:]}, at(2, 0)),
+        "w: .* 1 parts end at 1, and one begins at 0",
+    ),
+    "moved": (
+        replaced(3, {"w": WHOLE[2:, 1:]}, at(2, 2)),
+        r"w: along dimension 1 parts end at 4, and one begins at 2 \(shard-00003",
+    ),
+    "far away": (replaced(3, {"w": WHOLE[2:, 1:]}, at(2**61, 1)), f"w: .* end at 6, and one begins at {2**61}"),
+    "another dtype": (replaced(3, {"w": WHOLE[2:, 1:].astype("f8")}, at(2, 1)), r"w is F32\[2, 3\] in .* and F64"),
+    "another dimension": (replaced(3, {"w": WHOLE[2:, 1]}, at(2)), r"w is F32\[2, 3\] in .* and F32\[4\]"),
     "too few offsets": (replaced(3, {"w": WHOLE[2:, 1:]}, at(2)), "w has 1 offsets and 2 sizes"),
     "too many offsets": (replaced(3, {"w": WHOLE[2:, 1:]}, at(2, 1, 0)), "w has 3 offsets and 2 sizes"),
     "text": (replaced(3, {"w": WHOLE[2:, 1:]}, at("2", 1)), "DCP_SHARDING_INFO.*does not say"),
@@ -138,8 +155,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no object": (replaced(3, {"w": WHOLE[2:, 1:]}, [1, 2]), "DCP_SHARDING_INFO.*does not say"),
     "no JSON": (replaced(3, {"w": WHOLE[2:, 1:]}, "{"), "DCP_SHARDING_INFO.*does not say"),
     "deep JSON": (replaced(3, {"w": WHOLE[2:, 1:]}, "[" * 5000), "DCP_SHARDING_INFO.*does not say"),
-    "no entry": (replaced(3, {"w": WHOLE[2:, 1:]}, {}), r"byte 0 of w, .* is in 2 files"),
-    "many dimensions cut": (diagonal, "x is F64.* cut along 8 dimensions"),
+    "no entry": (replaced(3, {"w": WHOLE[2:, 1:]}, {}), "w: .* 0 parts end at 2, and one begins at 0"),
+    "a diagonal": (diagonal, r"x: the part at \[0, 0, 0, 0, 0, 0, 0, 1\] is missing"),
     "truncated": (truncated, "shard-00003.*truncated"),
 }
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightswap_runtime import InputMismatch
-from weightswap_runtime.format.calls import CallCheck
 from weightswap_runtime.format.signature import (
+    CallCheck,
     Dict,
     Dimension,
     Integer,

@@ -32,9 +32,9 @@ class GateMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.gate: Gate[Place] = Gate()
+        self.gate: Gate = Gate()
         self.places = [Place(), Place()]
-        self.current: Version[Place] | None = None
+        self.current: Version | None = None
         self.failed = False
         self.leases: list[tuple[Place, Claim]] = []
 
@@ -95,8 +95,8 @@ def test_any_order_of_steps() -> None:
         run_in_any_order(GateMachine, 60, 50, pool=pool)
 
 
-def opened() -> tuple[Gate[Place], Place]:
-    gate: Gate[Place] = Gate()
+def opened() -> tuple[Gate, Place]:
+    gate: Gate = Gate()
     place = Place()
     gate.exchange(Version(place, 0, Identity("first", {}, {})))
     return gate, place

@@ -1,4 +1,4 @@
-"""Content that comes once and in order: what is read of it, by how many threads, and in which pieces it comes."""
+"""Content that comes once and in order: what is read of it, and in which pieces it comes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from weightswap_runtime import (
 from weightswap_runtime.format.delta import write_delta
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.sources.arriving import Arriving
-from weightswap_runtime.threads import WorkerThreads
 
 CONTENT = random.Random(0).randbytes(3000)
 
@@ -33,11 +32,8 @@ CONTENT = random.Random(0).randbytes(3000)
     wanted=st.lists(st.booleans(), min_size=31, max_size=31),
     pieces=st.lists(st.integers(1, 900), min_size=1, max_size=5),
     looked=st.integers(0, 300),
-    threads=st.integers(1, 4),
 )
-def test_what_is_expected_is_read(
-    cuts: set[int], wanted: list[bool], pieces: list[int], looked: int, threads: int
-) -> None:
+def test_every_byte_can_be_read_once(cuts: set[int], wanted: list[bool], pieces: list[int], looked: int) -> None:
     source = Arriving("x", len(CONTENT), in_pieces(CONTENT, *pieces))
     for _ in range(2):  # the begin may be read again
         head = bytearray(looked)
@@ -46,35 +42,16 @@ def test_what_is_expected_is_read(
     ends = sorted(cuts | {len(CONTENT)})
     parts = [part for part, is_wanted in zip(zip([0, *ends], ends, strict=False), wanted, strict=False) if is_wanted]
     memory = bytearray(len(CONTENT))
-    source.expect(parts)
-
-    def read(part: tuple[int, int]) -> None:
-        middle = sum(part) // 2
-        views = [memoryview(memory)[part[0] : middle], memoryview(memory)[middle : part[1]]]
-        source.read_into(views, part[0])
-
-    WorkerThreads(threads).run_all(read, parts, source.stop)
+    source.start()
+    for begin, end in parts:
+        middle = (begin + end) // 2
+        source.read_into([memoryview(memory)[begin:middle], memoryview(memory)[middle:end]], begin)
     source.check_unchanged()
     for begin, end in parts:
         assert memory[begin:end] == CONTENT[begin:end]
     if CONTENT[: parts[-1][1] if parts else 0]:
         with pytest.raises(WeightFileError, match="byte 0 was read already"):
             source.read_into([memoryview(bytearray(1))], 0)
-
-
-@pytest.mark.parametrize("at", [0, 1, 2, 5])
-def test_a_thread_that_fails_leaves_no_other_waiting(at: int) -> None:
-    source = Arriving("x", 600, in_pieces(CONTENT, 50))
-    parts = [(begin, begin + 100) for begin in range(0, 600, 100)]
-    source.expect(parts)
-
-    def read(part: tuple[int, int]) -> None:
-        if part == parts[at]:
-            raise MemoryError("no memory for it")
-        source.read_into([memoryview(bytearray(100))], part[0])
-
-    with pytest.raises(MemoryError):
-        WorkerThreads(3).run_all(read, parts, source.stop)
 
 
 def test_a_cancelled_job_ends_the_wait() -> None:

@@ -43,7 +43,7 @@ from weightswap_runtime import (
     WeightsMismatch,
     load,
 )
-from weightswap_runtime.transfer.messages import VERSION, Channel, Greeting, Offer, Outcome, Welcome
+from weightswap_runtime.transfer.messages import VERSION, Channel, Offer, Outcome
 
 Far = float("inf")
 
@@ -228,7 +228,7 @@ def test_the_address_must_be_free(served: Model, receiver: Receiver, tmp_path: P
 
 
 @pytest.mark.usefixtures("receiver")
-def test_another_graph_is_refused_before_anything_is_sent(at: str, tmp_path: Path, served: Model) -> None:
+def test_another_graph_is_refused(at: str, tmp_path: Path, served: Model) -> None:
     linear = torch.nn.Linear(3, 3)
     other = export(linear, (torch.zeros(1, 3),), out=tmp_path / "other.artifact")
     with Sender(at, other) as sender, pytest.raises(TransferFailed, match=r"the sender has the graph .*, the receiver"):
@@ -270,15 +270,8 @@ def connected(at: str) -> Channel:
     return Channel(connection)
 
 
-def greeted(at: str, tiny: TinyArtifact) -> Channel:
-    channel = connected(at)
-    channel.send(Greeting(VERSION, tiny.manifest.graph_id), Far)
-    assert channel.receive(Welcome, Far) == Welcome()
-    return channel
-
-
-def offered(channel: Channel, descriptor: int | None, weights_id: str = "0" * 64) -> Outcome:
-    channel.send(Offer(weights_id), Far, descriptor)
+def offered(channel: Channel, descriptor: int | None, tiny: TinyArtifact, weights_id: str = "0" * 64) -> Outcome:
+    channel.send(Offer(VERSION, tiny.manifest.graph_id, weights_id), Far, descriptor)
     outcome = channel.receive(Outcome, Far)
     assert outcome is not None
     return outcome
@@ -314,15 +307,15 @@ def test_a_descriptor_that_cannot_be_served_is_refused(
     raw = weight_file(1).read_bytes()
     stamp = json.loads(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]["weightswap"])
     before = descriptors()
-    channel, descriptor = greeted(at, tiny), make(raw)
-    outcome = offered(channel, descriptor, "0" * 64 if error is UnexpectedWeights else stamp["weights_id"])
+    channel, descriptor = connected(at), make(raw)
+    outcome = offered(channel, descriptor, tiny, "0" * 64 if error is UnexpectedWeights else stamp["weights_id"])
     assert outcome.refusal is not None
     refused = outcome.refusal.as_error()
     assert isinstance(refused, error)
     assert says in str(refused)
     assert serves(served, 0)
     good = in_memory(raw)
-    assert offered(channel, good, stamp["weights_id"]).receipt is not None
+    assert offered(channel, good, tiny, stamp["weights_id"]).receipt is not None
     assert serves(served, 1)
     channel.close()
     os.close(good)
@@ -385,9 +378,9 @@ def test_descriptors_are_not_hoarded(receiver: Receiver, at: str) -> None:
     receiver.stop()
 
 
-def test_half_a_message_is_given_up(served: Model, at: str, tiny: TinyArtifact) -> None:
+def test_half_a_message_is_given_up(served: Model, at: str) -> None:
     with served.receive(at, timeout=0.2) as receiver:
-        channel = greeted(at, tiny)
+        channel = connected(at)
         channel._socket.sendall(b'{"weights_id"')
         assert channel._socket.recv(1) == b""
         assert receiver.alive
@@ -398,7 +391,7 @@ def test_who_comes_when_many_are_connected_is_told(
     receiver: Receiver, at: str, tiny: TinyArtifact, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightswap_runtime.transfer.receiver.MOST_SENDERS", 2)
-    others = [greeted(at, tiny) for _ in range(2)]
+    others = [connected(at) for _ in range(2)]
     with pytest.raises(TransferFailed, match="2 senders are connected; close one of them"):
         sender.send(tiny.values(1))
     for other in others:
@@ -520,16 +513,10 @@ def test_a_trainer_that_is_killed_leaves_whole_weights(
 
 
 def test_a_receiver_that_does_not_answer_is_given_up(tiny: TinyArtifact, at: str) -> None:
-    def welcome() -> Channel:
-        channel = Channel(listener.accept()[0])
-        channel.receive(Greeting, Far)
-        channel.send(Welcome(), Far)
-        return channel
-
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
         listener.bind(at.removeprefix("unix:"))
         listener.listen()
-        silent = pool.submit(welcome)
+        silent = pool.submit(lambda: Channel(listener.accept()[0]))
         with Sender(at, tiny.path, timeout=0.3) as sender, pytest.raises(TransferFailed, match="not answer in time"):
             sender.send(TinyArtifact.values(1))
         silent.result().close()
