@@ -134,6 +134,21 @@ def test_metadata_of_torch_2_0(good: Path, renamed: Artifact, tmp_path: Path) ->
     assert weights_id(folder, renamed, tmp_path) == weights_id(good, renamed, tmp_path)
 
 
+def test_ranks_for_which_no_rows_are_left(good: Path, renamed: Artifact, tmp_path: Path) -> None:
+    """With more ranks than rows, several have parts of no rows, all at the end."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+    def add(document: Any) -> None:
+        for name, entry in document.state_dict_metadata.items():
+            offsets, sizes = torch.Size([entry.size[0], *[0] * (len(entry.size) - 1)]), torch.Size([0, *entry.size[1:]])
+            first = document.storage_data[MetadataIndex(name, entry.chunks[0].offsets)]
+            entry.chunks += [ChunkStorageMetadata(offsets, sizes)] * 2
+            document.storage_data[MetadataIndex(name, offsets)] = first
+
+    folder = remade(Path(shutil.copytree(good, tmp_path / "dcp")), add)
+    assert weights_id(folder, renamed, tmp_path) == weights_id(good, renamed, tmp_path)
+
+
 def remade(folder: Path, change: Callable[[Any], None]) -> Path:
     """Return a checkpoint whose metadata are changed by `change`."""
     path = folder / ".metadata"
