@@ -425,7 +425,6 @@ def _gaps(shape: tuple[int, ...], blocks: list[Box]) -> Iterator[str]:
         if len(offsets) != len(shape) or len(sizes) != len(shape) or any(map(int.__gt__, ends, shape)):
             yield f"its chunk {list(sizes)} at {list(offsets)} extends beyond its shape {list(shape)}"
             return
-    blocks = [(offsets, sizes) for offsets, sizes in blocks if 0 not in sizes]  # of ranks for which nothing was left
     covered = sum(prod(sizes) for _, sizes in blocks)
     if covered != prod(shape):
         yield f"its chunks have {covered} elements, but its shape {list(shape)} has {prod(shape)}"
