@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 
@@ -37,6 +37,7 @@ from .request import (
 from .sets import plan, stage_full
 
 _COUNTED = 4 << 20  # bytes in which a thread counts non-finite values at a time
+_TOGETHER = 256 << 20  # bytes of deltas that are laid over each other before an arena that nobody serves gets them
 Pieces = Iterable[tuple[int, memoryview]]
 Chain = tuple[BaseFile, ...]
 
@@ -109,11 +110,12 @@ def lay_over(
 
     claimed: the id that the result shall have, which ranks prove together if a part changes what they share.
 
-    Raises MemoryError, StageCancelled, and Unsupported for such a part if no id is claimed.
+    Raises MemoryError, StageCancelled, and Unsupported for such a part if no id is claimed, and after another one that
+    has not been proven.
     """
     staging.job.begin("verifying")
     shared = [name for name in parts if name in arena.layout.shares]
-    if shared and claimed is None:
+    if shared and (claimed is None or served.unproven):
         raise Unsupported(
             f"{staging.request.where}: changes {listed(shared)}, of which each rank has a part; swap a full set of "
             "weights, or the file of a delta between two full sets"
@@ -143,13 +145,42 @@ def stage_chain(
     with open_weights(full[0], staging.job.check, staging.manifest.most_header) as opened:
         planned = plan(opened, first.manifest, first.request, arena.layout.shares)
         identity, report = stage_full(planned, arena, first)
-    identity, later, patch = stage_delta(weights, stamp, arena, identity, staging, tuple(deltas))
+    *earlier, through = _groups(deltas, _size(weights), staging)
+    for *others, each in earlier:
+        step = _staging_of(each, staging)
+        with open_weights(each[0], staging.job.check, staging.manifest.most_header) as opened:
+            identity, later, patch = stage_delta(opened, _stamp_of(opened, step), arena, identity, step, tuple(others))
+        patch.write_to(arena, staging.workers, staging.job)
+        report = _added(report, later)
+    identity, later, patch = stage_delta(weights, stamp, arena, identity, staging, tuple(through))
     patch.write_to(arena, staging.workers, staging.job)
-    return identity, replace(
+    return identity, _added(report, later)
+
+
+def _groups(deltas: Sequence[BaseFile], last: int, staging: Staging) -> list[list[BaseFile]]:
+    """Group deltas that are laid over each other before they are laid over an arena; only few bytes are in memory so.
+
+    last: the bytes of the delta after them, which joins the last group, even if that is empty.
+    """
+    groups: list[list[BaseFile]] = [[]]
+    size = 0
+    for each in deltas:
+        with open_weights(each[0], staging.job.check, staging.manifest.most_header) as opened:
+            more = _size(opened)
+        if groups[-1] and size + more > _TOGETHER:
+            groups.append([])
+            size = 0
+        groups[-1].append(each)
+        size += more
+    return [*groups, []] if groups[-1] and size + last > _TOGETHER else groups
+
+
+def _added(before: StagingReport, later: StagingReport) -> StagingReport:
+    return replace(
         later,
-        bytes_read=report.bytes_read + later.bytes_read,
-        seconds_staged=report.seconds_staged + later.seconds_staged,
-        seconds_verified=report.seconds_verified + later.seconds_verified,
+        bytes_read=before.bytes_read + later.bytes_read,
+        seconds_staged=before.seconds_staged + later.seconds_staged,
+        seconds_verified=before.seconds_verified + later.seconds_verified,
     )
 
 

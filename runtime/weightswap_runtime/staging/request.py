@@ -146,7 +146,8 @@ class SwapRequest(NamedTuple):
             raise Unsupported(f"keys={self.keys!r}: expected {', '.join(map(repr, READINGS))}")
         if self.expect is not None and not (isinstance(self.expect, str) and DIGEST.fullmatch(self.expect)):
             found = f", this has {len(self.expect)}" if isinstance(self.expect, str) else ""
-            raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits{found}")
+            text = f"expect={self.expect!r}: a weights id has 64 hexadecimal digits{found}"
+            raise Unsupported(f"{text}. `weightswap inspect FILE` shows that of a file")
         if self.labels and not isinstance(self.source, GivenWeights):
             raise Unsupported("labels: of weights from memory alone; a file has its own (pack(labels=))")
         check_labels(self.labels)

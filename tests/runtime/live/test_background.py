@@ -145,7 +145,7 @@ def test_invalid_arguments_are_refused_at_once(model: Model, weight_file: WriteW
 
 def test_an_expected_id_that_is_cut_off(model: Model, weight_file: WriteWeights) -> None:
     whole = str(model.swap(weight_file(1)).weights_id)
-    for wrong, says in ((whole[:12], "this has 12$"), ("v1", "this has 2$"), (whole + "0", "this has 65$")):
+    for wrong, says in ((whole[:12], "this has 12. "), ("v1", "this has 2. "), (whole + "0", "this has 65. ")):
         with pytest.raises(Unsupported, match=says):
             model.swap(weight_file(1), expect=wrong)
 

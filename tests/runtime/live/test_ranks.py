@@ -35,6 +35,7 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.format.cuts import SharedChange
 from weightswap_runtime.model import loading
+from weightswap_runtime.staging import delta
 
 RESIDENCIES = ("double", "single")
 
@@ -469,12 +470,19 @@ def test_a_delta_on_one_rank_and_a_full_set_on_another_are_refused(files: Files,
     together(files, work)
 
 
-def test_deltas_onto_each_other_are_proven_together(files: Files, deltas: Deltas) -> None:
+def test_deltas_onto_each_other_are_refused_if_the_first_is_not_proven_yet(
+    files: Files, deltas: Deltas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large ones are laid over the weights one after the other."""
+    monkeypatch.setattr(delta, "_TOGETHER", 0)
     onto = [(files.sets[1], files.ids[1]), (deltas(1, 2), files.ids[2])]
 
     def work(model: Model, _: Ranks) -> None:
+        model.swap(files.sets[0])
         with model.stage(deltas(2, 0), onto=onto, expect=files.ids[0], background=True) as staged:
-            staged.commit()
+            error = caught(staged.commit)
+        assert isinstance(error, RanksRefused)
+        assert "of which each rank has a part; swap a full set" in str(error)
         assert serves(model, 0)
 
     together(files, work)

@@ -26,6 +26,7 @@ from weightswap_runtime import (
 )
 from weightswap_runtime.format.merging import write_merged_set
 from weightswap_runtime.sources.byte_source import LocalFile
+from weightswap_runtime.staging import delta as staging
 
 STEPS = 5
 
@@ -171,15 +172,20 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("together", [0, 700, 1 << 20])
 @pytest.mark.parametrize("served", [0, 1, 2, 3, 7])
 def test_a_chain_begins_with_the_last_of_its_weights_that_are_served(
     served: int,
+    together: int,
     tiny: TinyArtifact,
     weight_file: WriteWeights,
     delta: WriteDelta,
     residency: Any,
     read: set[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(staging, "_TOGETHER", together)  # one delta, a few, or all
     ids = [load(tiny.path, weight_file(seed)).weights_id for seed in range(5)]
     deltas = [delta(seed, seed + 1) for seed in range(4)]
     onto = list(zip([weight_file(0), *deltas[:3]], map(str, ids[:4]), strict=True))
