@@ -25,7 +25,7 @@ from weightswap_runtime import (
     load,
     write_delta,
 )
-from weightswap_runtime.following import document_storage, unused
+from weightswap_runtime.following import directory, document_storage
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
 GOLDENS = [((X,), {})]
@@ -196,7 +196,7 @@ def test_what_another_trainer_promotes_meanwhile_stays(
     """Its file appears when this trainer reads the folder, with a time from before: its clock is behind."""
     publish_steps(renamed, desired_store, range(1, 5), keep=None)
     late = publish(trained(6.0), tmp_path / "elsewhere", renamed, step=6, goldens=GOLDENS).wait(60).path
-    read, others = unused.stamp_of, DesiredStore(desired_store.where)
+    read, others = directory.stamp_of, DesiredStore(desired_store.where)
 
     def overtaken(path: Path) -> Any:
         if late.exists():
@@ -204,7 +204,7 @@ def test_what_another_trainer_promotes_meanwhile_stays(
             others.promote(late.replace(Path(desired_store.where) / late.name))
         return read(path)
 
-    monkeypatch.setattr(unused, "stamp_of", overtaken)
+    monkeypatch.setattr(directory, "stamp_of", overtaken)
     publish_steps(renamed, desired_store, range(5, 6), keep=1)
     desired = desired_store.read().weights
     assert desired is not None
