@@ -13,7 +13,7 @@ import ray
 from ray.actor import ActorHandle
 
 from weightswap_fleet.coordinator.actors import RemoteRelay, _Transfer
-from weightswap_fleet.node.relay import CHUNK, ObjectDescription, Relay, RelayedObject, _Reading
+from weightswap_fleet.node.relay import CHUNK, Relay, RelayedObject, _Reading
 
 NBYTES = 8 * CHUNK
 READERS = 2  # reading threads of a staging
@@ -86,7 +86,7 @@ class Taker:
 
     def fetch(self, url: str) -> float:
         """Return the seconds to receive all bytes chunk by chunk."""
-        source = RelayedObject(self._relay, "giver", url, ObjectDescription(NBYTES, ""), None)
+        source = RelayedObject(self._relay, "giver", url, (NBYTES, ""), None)
 
         def read(offset: int) -> None:
             source.read_into([self._content[offset : offset + CHUNK]], offset)

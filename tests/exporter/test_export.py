@@ -323,7 +323,11 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "an offset in a larger tensor": (
         Does(lambda m, x: m.part[1:].as_strided((3,), (1,), 4) * x, part=nn.Buffer(torch.ones(9)[2:])),
-        r"as_strided\(storage_offset=\) counts from the start of the memory that 'part' is a part of",
+        "as_strided counts elements of the memory that 'part' is a part of",
+    ),
+    "a reach beyond a part": (
+        Does(lambda m, x: m.part.as_strided((3,), (3,)) * x, part=nn.Buffer(torch.ones(9)[:3])),
+        "as_strided counts elements of the memory that 'part' is a part of",
     ),
     "a sparse attribute": (adjacent(), r"method 'forward': edges is a torch\.sparse_coo tensor"),
     "a name with underscores": (named("__w__"), NO_NAME),

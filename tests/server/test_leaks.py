@@ -106,7 +106,7 @@ def by_operators(one: Operator) -> None:
 
 
 def by_http(one: Operator) -> None:
-    for path, body in ((INFER, b"{"), (INFER, as_json(y=X)), (INFER, bytes(200_000)), ("/v2/models/none", None)):
+    for path, body in ((INFER, b"{"), (INFER, as_json(y=X)), (INFER, bytes(1_000_000)), ("/v2/models/none", None)):
         assert ask(one.server, path, body).status >= 400
     good = json.dumps(as_json(x=X)).encode()
     head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"

@@ -215,25 +215,41 @@ def _check_dense(program: ExportedProgram) -> None:
 
 
 def _check_offsets(program: ExportedProgram) -> None:
-    """Raise CaptureError where a call counts from the start of memory of which a weight is only a part.
+    """Raise CaptureError for `as_strided` that reaches beyond a weight into memory of which the weight is only a part.
 
-    Served weights begin where their memory does: the call would read other elements.
+    Served weights have memory of their own, and begin where it does: the call would read other elements.
     """
-    parts: dict[int, str | None] = {}
-    for node, spec in graph_inputs(program):
-        value = node.meta.get("val")
-        if spec.kind is not InputKind.USER_INPUT and isinstance(value, torch.Tensor) and value.storage_offset():
-            parts.update(dict.fromkeys(memory(value), spec.target))
+    parts = [
+        (str(spec.target), value, begin := int(value.storage_offset()), _end(begin, value.shape, value.stride()))
+        for node, spec in graph_inputs(program)
+        if spec.kind is not InputKind.USER_INPUT and isinstance(value := node.meta.get("val"), torch.Tensor)
+    ]
+    parts = [each for each in parts if each[2] or each[3] * each[1].itemsize < each[1].untyped_storage().nbytes()]
     for node in (node for module in graphs(program) for node in module.graph.nodes if parts):
-        if not getattr(node.target, "_opname", "").startswith("as_strided"):
-            continue
-        given = {argument.name: value for argument, value in arguments(node)}
-        if given["storage_offset"] is not None and (found := memory(given["self"].meta["val"]) & parts.keys()):
-            raise CaptureError(
-                f"{node.name}: as_strided(storage_offset=) counts from the start of the memory that "
-                f"{parts[found.pop()]!r} is a part of, and served weights have memory of their own. Leave it out and "
-                "slice the tensor before, or give the model a clone() of the part"
-            )
+        if getattr(node.target, "_opname", "").startswith("as_strided"):
+            given = {argument.name: value for argument, value in arguments(node)}
+            value = given["self"].meta["val"]
+            offset = int(value.storage_offset())
+            for name, weight, begin, end in parts:
+                if memory(value) & memory(weight) and begin <= offset <= end:
+                    _check_reach(name, begin, end, given, offset)
+
+
+def _check_reach(name: str, begin: int, end: int, given: Mapping[str, Any], offset: int) -> None:
+    """Raise CaptureError unless the arguments of `as_strided` mean the same where the weight is all of its memory."""
+    is_absolute = given["storage_offset"] is not None
+    numbers = (*given["size"], *given["stride"], given["storage_offset"] if is_absolute else offset)
+    known = all(isinstance(number, int) for number in numbers)
+    if not known or (is_absolute and begin) or _end(numbers[-1], given["size"], given["stride"]) > end:
+        raise CaptureError(
+            f"as_strided counts elements of the memory that {name!r} is a part of, and served weights have memory of "
+            "their own. Slice the tensor before and leave storage_offset out, or give the model a clone() of the part"
+        )
+
+
+def _end(begin: int, size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the place behind the last element of a strided tensor."""
+    return begin + 1 + sum((each - 1) * step for each, step in zip(size, stride, strict=True)) if all(size) else begin
 
 
 def _distinct(inputs: Any) -> Any:

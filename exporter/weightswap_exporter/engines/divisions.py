@@ -52,19 +52,25 @@ def exact_floor(graph: Graph, node: Node) -> None:
     replace(graph, node, result)
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
 def _divided(graph: Graph, node: Node) -> tuple[Node, Node, Node, Node]:
     """Return dividend, divisor, their `fmod`, and whether the quotient, rounded to zero, is above the one rounded down,
     all in the precision in which eager divides."""
     aten = torch.ops.aten
     dtype = node.meta["val"].dtype
     wide = torch.promote_types(dtype, torch.float32)
-    (shaped, *_) = (value for value in node.args[:2] if isinstance(value, Node))
+    (shaped, *_) = filter(_is_tensor, node.args[:2])
 
     def operand(value: Any) -> Node:
-        if isinstance(value, Node):
-            return graph.call_function(aten.to.dtype, (graph.call_function(aten.to.dtype, (value, dtype)), wide))
-        rounded = torch.tensor(value, dtype=dtype).item()  # a compiler may leave out a cast between two dtypes
-        return graph.call_function(aten.full_like.default, (shaped, rounded), {"dtype": wide})
+        if not isinstance(value, Node):  # rounded here, as a compiler may leave out a cast between two dtypes
+            number = torch.tensor(value, dtype=dtype).item()
+            return graph.call_function(aten.full_like.default, (shaped, number), {"dtype": wide})
+        if not _is_tensor(value):  # a size
+            value = graph.call_function(aten.full_like.default, (shaped, value), {"dtype": dtype})
+        return graph.call_function(aten.to.dtype, (graph.call_function(aten.to.dtype, (value, dtype)), wide))
 
     dividend, divisor = map(operand, node.args[:2])
     fmod = graph.call_function(aten.fmod.Tensor, (dividend, divisor))

@@ -139,7 +139,7 @@ def record_beside(weights: Location) -> GoldensRecord | None:
     return None if raw is None else _record(parse_file(raw, where)[1], where)
 
 
-def read_goldens(weights: Location, check: Check | None = None) -> bytes | None:
+def read_goldens(weights: Location, check: Check | None = None) -> bytearray | None:
     """Return the bytes of the goldens beside a weight file; None as for `goldens_beside`."""
     return read_beside(weights, goldens_name(weights.name), _MOST_BYTES, check)
 
@@ -193,7 +193,9 @@ def encode_goldens(
     return b"".join(encode_tensors(tensors, {METADATA_KEY: msgspec.json.encode(record).decode()}))
 
 
-def _decode(raw: bytes, where: str, manifest: Manifest, *, bundled: bool, allow_other_graph: bool) -> Goldens:
+def _decode(
+    raw: bytes | bytearray, where: str, manifest: Manifest, *, bundled: bool, allow_other_graph: bool
+) -> Goldens:
     tensors, metadata = parse_file(raw, where, LEAST_HEADER + manifest.most_header)
     record = _record(metadata, where)
     same_graph = record.graph_id == manifest.packed_for

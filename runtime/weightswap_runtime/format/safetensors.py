@@ -187,10 +187,12 @@ def read_header(source: ByteSource, most: int = MAX_HEADER) -> Header:
     return parse_header(bytes(raw), source.size, source.where)
 
 
-def parse_file(raw: bytes, where: str, most: int = MAX_HEADER) -> tuple[dict[str, TensorBytes], dict[str, str]]:
+def parse_file(
+    raw: bytes | bytearray, where: str, most: int = MAX_HEADER
+) -> tuple[dict[str, TensorBytes], dict[str, str]]:
     """Return tensors and metadata of a whole file in memory. Raises what `header_length` and `parse_header` raise."""
-    length = header_length(raw[: LENGTH.size], len(raw), where, most)
-    header = parse_header(raw[LENGTH.size : LENGTH.size + length], len(raw), where)
+    length = header_length(bytes(raw[: LENGTH.size]), len(raw), where, most)
+    header = parse_header(bytes(raw[LENGTH.size : LENGTH.size + length]), len(raw), where)
     return header.contents(memoryview(raw)[header.data_start :]), header.metadata
 
 

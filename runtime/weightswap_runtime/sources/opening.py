@@ -48,36 +48,42 @@ def read_small(path: str | os.PathLike[str] | Url, limit: int, check: Check | No
 
     Raises OutOfMemory, what `open_source` raises, and WeightFileError for a link to nothing.
     """
-    location = as_location(path)
+    content = _read(as_location(path), limit, check)
+    return None if content is None else bytes(content)
+
+
+def _read(location: Location, limit: int, check: Check | None) -> bytearray | None:
     try:
         source = find_source(location, check)
     except WeightFileError as error:
         missing = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
-        if missing and isinstance(location, Path) and not os.path.lexists(location):
+        if missing and not (isinstance(location, Path) and location.is_symlink()):
             return None
         raise
     if source is None:
         return None
     try:
         if source.size > limit:
-            raise WeightFileError(f"{source.where}: has {source.size} bytes, expected at most {limit}")
+            raise WeightFileError(
+                f"{source.where}: has {source.size} bytes, expected at most {limit}", reason="damaged"
+            )
         content = bytearray(source.size)
         source.read_into([memoryview(content)], 0)
         source.check_unchanged()
-        return bytes(content)
+        return content
     except (MemoryError, OverflowError) as error:
         raise OutOfMemory(f"{source.where}: no memory for {source.size} bytes") from error
     finally:
         source.close()
 
 
-def read_beside(weights: Location, name: str, limit: int, check: Check | None = None) -> bytes | None:
-    """Read a small file in the folder of weights, like `read_small`; None, too, if a server denies access to it.
+def read_beside(weights: Location, name: str, limit: int, check: Check | None = None) -> bytearray | None:
+    """Read a file in the folder of weights, like `read_small`; None, too, if a server denies access to it.
 
     A signed URL opens one object only, and S3 denies access to a missing object if the client may not list the bucket.
     """
     try:
-        return read_small(weights.with_name(name), limit, check)
+        return _read(weights.with_name(name), limit, check)
     except WeightFileError as error:
         if error.reason != "denied":
             raise

@@ -117,7 +117,7 @@ def remove_abandoned(folder: Path, prefix: str) -> list[Path]:
 
 
 @contextmanager
-def companion(path: Path, content: bytes | None) -> Iterator[None]:
+def companion(path: Path, content: bytes | bytearray | None) -> Iterator[None]:
     """Replace a small file, or remove it (None). If the block fails, restore the old file.
 
     For a file that must exist before the main file, which the block renames: a process that watches the folder may read
@@ -134,7 +134,7 @@ def companion(path: Path, content: bytes | None) -> Iterator[None]:
         raise
 
 
-def _replace(path: Path, content: bytes | None) -> None:
+def _replace(path: Path, content: bytes | bytearray | None) -> None:
     if content is None:
         path.unlink(missing_ok=True)
         return

@@ -88,7 +88,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     version: int  # of these messages
     graph_id: str
-    weights_id: str
+    weights_id: str = ""  # of version 1, which does not tell it yet
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -180,7 +180,7 @@ class Channel:
         except OSError as error:
             raise TransferFailed(f"the other side is gone ({error})") from error
         for descriptor in descriptors:
-            self._drop_descriptor()
+            self.drop_descriptor()
             self._descriptor = descriptor
         self._received += data
         return bool(data)
@@ -192,11 +192,12 @@ class Channel:
             raise TransferFailed("no descriptor came with the offer")
         return descriptor
 
-    def _drop_descriptor(self) -> None:
+    def drop_descriptor(self) -> None:
+        """Close a descriptor that came and was not taken."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
     def close(self) -> None:
-        self._drop_descriptor()
+        self.drop_descriptor()
         self._socket.close()

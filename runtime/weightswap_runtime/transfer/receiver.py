@@ -137,12 +137,13 @@ class Receiver(UntilStopped):
             channel.send(Outcome(refusal=Refusal.of(refusal)), time.monotonic() + _AT_ONCE)
 
     def _converse(self, connection: socket.socket) -> None:
-        channel = Channel(connection)
+        channel, until = Channel(connection), time.monotonic() + self._timeout
         try:
             while not self._is_stopping:
-                offer = channel.receive(Offer, math.inf, self._timeout)
+                offer = channel.receive(Offer, until, self._timeout)
                 if offer is None:
                     return
+                until = math.inf  # who sends takes as long as it likes until the next step
                 channel.send(self._take(connection, channel, offer), time.monotonic() + self._timeout)
         except TransferFailed as error:  # the sender is gone
             _log.info("%s: %s", self.at, error)
@@ -180,6 +181,7 @@ class Receiver(UntilStopped):
             finally:
                 os.close(descriptor)
         except Exception as error:
+            channel.drop_descriptor()
             self.last_error = error.with_traceback(None)
             return Outcome(refusal=Refusal.of(error))
         self.last_error = None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
 from tests.support.compiled import WIDTH, needs_compiler
 from tests.support.models import Does
@@ -163,3 +164,19 @@ def test_bytes_and_the_last_digits_are_those_of_eager(dtype: torch.dtype, some: 
         model = loaded(artifact, tmp_path, eager, engine="aoti")
         for found, expected in zip(model(x, y), eager(x, y), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("engine", ["onnx", pytest.param("aoti", marks=pytest.mark.slow)])
+def test_divisions_by_sizes(engine: str, tmp_path: Path) -> None:
+    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        n = x.shape[0]
+        return [x % n, x // n, n // x, n % x, torch.div(x, n, rounding_mode="floor"), x % (n + 0.5), x.sum() % n]
+
+    eager, x = Does(act), torch.randn(6, 3) * 10
+    artifact = export(eager, (x,), out=tmp_path / "a", dynamic_shapes=({0: Dim("n", min=2)},))
+    model = loaded(compile_engines(artifact, [engine], trial=False), tmp_path, eager, engine=engine)
+    for rows in (6, 11):
+        x = torch.randn(rows, 3) * 10
+        answers = model(x if engine == "aoti" else x.numpy())
+        for found, expected in zip(answers, eager(x), strict=True):
+            torch.testing.assert_close(torch.as_tensor(found), expected, rtol=1e-6, atol=1e-5)

@@ -150,7 +150,7 @@ def test_unknown_engines_are_refused(engines: Any, artifact: Artifact) -> None:
 
 def test_an_altered_graph_is_not_compiled(artifact: Artifact) -> None:
     (artifact.path / "graphs/forward.pt2").write_bytes(b"else")
-    with pytest.raises(ArtifactError):
+    with pytest.raises(ArtifactError, match="altered since the export"):
         compile_engines(artifact, ["onnx"])
 
 

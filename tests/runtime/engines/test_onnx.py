@@ -481,7 +481,7 @@ def test_a_graph_that_is_not_the_method_s_is_refused(
     raw = make()
     path = scaled.artifact.path
     (path / FILE).write_bytes(raw)
-    with pytest.raises(ArtifactError):
+    with pytest.raises(ArtifactError, match="altered since the export"):
         load(path, engine="onnx")
     manifest = with_files(Artifact.open(path).manifest, {FILE: raw})
     (path / "manifest.json").write_bytes(encode_manifest(manifest))

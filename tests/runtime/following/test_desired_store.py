@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import safetensors.torch
 
 from tests.runtime.sources.killed import killed
 from tests.support import warm
+from tests.support.descriptors import descriptors
 from tests.support.forks import in_a_child
 from tests.support.refusals import because
 from tests.support.services import Service, wanted, weights_id_of
@@ -618,12 +620,15 @@ REASONS = {
 def test_an_invalid_document_is_neither_read_nor_overwritten(name: str, service: Service) -> None:
     path, content = service.write(1), BROKEN[name]
     (service.folder / "desired.json").write_bytes(content)
+    before = descriptors()
     with pytest.raises(DesiredError, match=REASONS.get(name, "not a desired state")):
         service.desired_store.read()
     for write in (lambda: service.desired_store.set(path, revision=0), lambda: service.desired_store.promote(path)):
         with pytest.raises(DesiredError):
             write()
     assert (service.folder / "desired.json").read_bytes() == content
+    gc.collect()
+    assert descriptors() <= before
 
 
 def test_a_pipe_is_not_waited_for(service: Service) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -364,6 +364,26 @@ def test_another_user_is_refused(at: str, tmp_path: Path, tiny: TinyArtifact) ->
         [warm.python(), "-c", code, str(path)], capture_output=True, text=True, timeout=60, check=True
     )
     assert "takes weights from processes of its own user alone" in done.stdout
+
+
+@pytest.mark.parametrize("more", [{}, {"weights_id": "0" * 64}])
+def test_a_sender_of_another_release_is_told_so(more: dict[str, str], receiver: Receiver, at: str) -> None:
+    """Version 1 said its version and graph alone at first."""
+    before, descriptor = descriptors(), in_memory(b"x")
+    with socket.socket(socket.AF_UNIX) as other:
+        other.connect(at.removeprefix("unix:"))
+        line = json.dumps({"version": 1, "graph_id": "x", **more}).encode() + b"\n"
+        socket.send_fds(other, [line], [descriptor] if more else [])
+        os.close(descriptor)
+        answer = other.recv(4096).decode()
+        assert "the sender speaks version 1, the receiver 2; install one release" in answer
+        assert descriptors() <= before + 2  # both ends, and not what was offered
+    assert isinstance(receiver.last_error, TransferFailed)
+
+
+def test_who_offers_nothing_is_given_up(served: Model, at: str) -> None:
+    with served.receive(at, timeout=0.2), closing(connected(at)) as channel:
+        assert channel.receive(Outcome, Far) is None
 
 
 def test_descriptors_are_not_hoarded(receiver: Receiver, at: str) -> None:

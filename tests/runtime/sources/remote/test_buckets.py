@@ -139,7 +139,7 @@ ELSEWHERE = ["../a.safetensors", "/a.safetensors", "a?b.safetensors", "a#1.safet
 def test_an_index_that_leads_elsewhere_is_refused(name: str, model: Model) -> None:
     bucket = MemoryBucket()
     bucket.put("hub/model.safetensors.index.json", json.dumps({"weight_map": {"w": name}}).encode())
-    with pytest.raises(WeightFileError):
+    with pytest.raises(WeightFileError, match="in the index's folder"):
         model.swap(bucket.url("hub"))
 
 
