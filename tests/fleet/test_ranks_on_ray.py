@@ -204,8 +204,8 @@ def test_over_http_and_metrics(deployed: Deployed) -> None:
     data = {output["name"]: output["data"] for output in said["outputs"]}
     assert data["marks"] == [2.0, 2.0]
     assert torch.allclose(torch.tensor(data["y"]), whole(values(2), X).flatten(), atol=1e-4)
-    text = fleet.metrics()
-    assert text.count("\nweightswap_fleet_revision{") == 2
+    # of the nodes that answer within five seconds, which on a busy machine need not be all
+    until(lambda: fleet.metrics().count("\nweightswap_fleet_revision{") == 2)
 
 
 def test_on_the_command_line(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
