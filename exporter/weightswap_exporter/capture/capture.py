@@ -219,12 +219,14 @@ def _check_offsets(program: ExportedProgram) -> None:
 
     Served weights have memory of their own, and begin where it does: the call would read other elements.
     """
-    parts = [
-        (str(spec.target), value, begin := int(value.storage_offset()), _end(begin, value.shape, value.stride()))
-        for node, spec in graph_inputs(program)
-        if spec.kind is not InputKind.USER_INPUT and isinstance(value := node.meta.get("val"), torch.Tensor)
-    ]
-    parts = [each for each in parts if each[2] or each[3] * each[1].itemsize < each[1].untyped_storage().nbytes()]
+    parts = []
+    for placeholder, spec in graph_inputs(program):
+        weight = placeholder.meta.get("val")
+        if spec.kind is not InputKind.USER_INPUT and isinstance(weight, torch.Tensor):
+            begin = int(weight.storage_offset())
+            end = _end(begin, weight.shape, weight.stride())
+            if begin or end * weight.itemsize < weight.untyped_storage().nbytes():
+                parts.append((str(spec.target), weight, begin, end))
     for node in (node for module in graphs(program) for node in module.graph.nodes if parts):
         if getattr(node.target, "_opname", "").startswith("as_strided"):
             given = {argument.name: value for argument, value in arguments(node)}

@@ -24,7 +24,7 @@ from weightswap_runtime import errors
 from weightswap_runtime.errors import SwapError, TransferFailed, Unsupported, WeightswapError, reason_of, seconds_left
 from weightswap_runtime.live.receipt import SwapReceipt
 
-VERSION = 2  # of this protocol
+VERSION = 1  # of this protocol
 _MOST_LINE = 1 << 20  # bytes
 MOST_ANSWER = 64 << 20  # bytes: a receipt names each weight that is not finite, and labels have up to 64 KB
 _PART = 64 << 10  # bytes that are received at once
@@ -88,7 +88,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     version: int  # of these messages
     graph_id: str
-    weights_id: str = ""  # of version 1, which does not tell it yet
+    weights_id: str
 
 
 class Outcome(msgspec.Struct, frozen=True):
