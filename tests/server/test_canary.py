@@ -29,6 +29,9 @@ from tests.support.watched import eventually
 from weightswap_runtime import DesiredStore, InputMismatch, Model, StageClosed, Staged, UnknownName, Unsupported, load
 from weightswap_runtime.tensors import array_content
 from weightswap_server import ServedMethod
+from weightswap_server.admin.app import CHANGES
+from weightswap_server.admin.documents import CanaryRequest
+from weightswap_server.admin.operations import ModelOperations
 from weightswap_server.canary import (
     CanaryAnalysis,
     CanaryPlan,
@@ -52,7 +55,7 @@ def operator(model: Model, tiny: TinyArtifact, tmp_path: Path) -> Iterator[Opera
 def begin(operator: Operator, source: int | Path, **fields: Any) -> str:
     begun = operator.change("canary", source, **fields)
     assert begun.status == 200, begun.body
-    return str(begun.json["status"]["canary"]["weights_id"])
+    return str(begun.json["canary"])
 
 
 def values(operator: Operator) -> dict[str, Any]:
@@ -369,6 +372,22 @@ def test_the_command(operator: Operator) -> None:
     canary(operator.file(3), "--point")
     assert "why         it is better\n" in canary("--promote", "--why", "it is better").stdout
     assert operator.serves(3)
+
+
+@pytest.mark.parametrize(("rule", "status"), [("--promote-if", 0), ("--abort-if", 1)])
+def test_the_command_waits_for_a_canary_that_ended_before_its_answer(
+    operator: Operator, rule: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = ModelOperations.canary
+
+    def start_and_end(self: ModelOperations, *arguments: Any) -> str:
+        weights_id = start(self, *arguments)
+        assert eventually(lambda: self.served.canary is None)
+        return weights_id
+
+    monkeypatch.setitem(CHANGES, "canary", (CanaryRequest, start_and_end))
+    run("canary", operator.where, operator.file(2), "--point", rule, "requests >= 0", "--wait", status=status)
+    assert operator.serves(2 if status == 0 else 1)
 
 
 times = st.lists(st.tuples(st.floats(0, 5, allow_nan=False), st.sampled_from([0.0, 0.5, None])), max_size=30)

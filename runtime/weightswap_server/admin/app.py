@@ -68,7 +68,7 @@ from .trainers import Trainers
 from .uploads import Body, UploadDirectory
 
 T = TypeVar("T")
-Work = Callable[[ModelOperations, Any, str], SwapReceipt | VariantReceipt | None]
+Work = Callable[[ModelOperations, Any, str], SwapReceipt | VariantReceipt | str | None]
 _BINARY = "application/octet-stream"
 _INTERVAL, _KEEP_ALIVE = 0.25, 15.0  # seconds between two checks, and of silence before a comment is sent
 _FOLDER = Path(__file__).parent / "page"
@@ -253,9 +253,10 @@ class AdminEndpoints:
         self, request: Request, change: str, operations: ModelOperations, arguments: Any, work: Callable[[str], Any]
     ) -> Response:
         run = partial(work, user_of(request))
-        receipt = await audited(self._audit, request, change, operations, arguments, run)
+        done = await audited(self._audit, request, change, operations, arguments, run)
+        receipt, canary = (None, done) if isinstance(done, str) else (done.as_dict() if done else None, None)
         status = await in_thread(operations.status)
-        return uncached(Changed(model=operations.name, receipt=receipt.as_dict() if receipt else None, status=status))
+        return uncached(Changed(model=operations.name, receipt=receipt, canary=canary, status=status))
 
     async def _document(self, request: Request, kind: type[T]) -> T:
         """Read the document of a request. An empty body is a document without fields."""

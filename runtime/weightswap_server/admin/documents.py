@@ -273,10 +273,12 @@ class History(Struct, kw_only=True):
 
 
 class Changed(Struct, kw_only=True):
-    """The outcome of a change. receipt: of the commit, if there was one. status: the model's, afterwards."""
+    """The outcome of a change. receipt: of the commit, if there was one. canary: the weights id of the canary that was
+    started, which a rule may have ended since. status: the model's, afterwards."""
 
     model: str
     receipt: dict[str, Any] | None
+    canary: str | None
     status: ModelStatus
 
 

@@ -161,21 +161,22 @@ class ModelOperations:
         else:
             self._changes.close()
 
-    def canary(self, request: CanaryRequest, by: str) -> None:
+    def canary(self, request: CanaryRequest, by: str) -> str:
         """Start a canary with the staged weights, or with those of `source`; again: with another plan, measured anew.
 
-        Raises StageClosed, what `stage` raises, and Unsupported if staged weights cannot be called.
+        Returns its weights id. Raises StageClosed, what `stage` raises, and Unsupported if staged weights cannot be
+        called.
         """
         plan = CanaryPlan(request.share, request.shadow, request.tolerance, request.promote_if, request.abort_if)
         check_plan(plan)
         if request.source is None:
             change = self._committable()
-            self._start_canary(change, plan)
+            weights_id = self._start_canary(change, plan)
             change.request = msgspec.structs.replace(change.request, why=request.why or change.request.why)
-            return
+            return weights_id
         change = self._stage(request.staging(request.source), by, swapping=False)
         try:
-            self._start_canary(change, plan)
+            return self._start_canary(change, plan)
         except BaseException:
             self._changes.drop(change)
             raise
@@ -445,10 +446,11 @@ class ModelOperations:
             raise StagingBusy(f"{self.name}: still {phase}; wait until it is staged")
         return change
 
-    def _start_canary(self, change: _StagedChange, plan: CanaryPlan) -> None:
+    def _start_canary(self, change: _StagedChange, plan: CanaryPlan) -> str:
         with self._changes.ready(change):
             self.served.end_canary()
             self.served.start_canary(change.weights, plan)
+            return change.weights.weights_id
 
     def _commit(self, change: _StagedChange, request: Change, by: str, promotes: bool = False) -> SwapReceipt | None:
         desired_store, why = self.followed.desired_store, request.why or change.request.why

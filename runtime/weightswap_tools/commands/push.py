@@ -293,7 +293,7 @@ def canary(
     with errors_as_exit(as_json):
         client = AdminClient(url, read_token(token_file))
         name = model or only_model(client)
-        path, status = f"/admin/models/{name}", None
+        path, started = f"/admin/models/{name}", None
         if promote or abort:
             client.post(f"{path}/{'commit' if promote else 'discard'}", {"why": why})
         elif starts:
@@ -301,9 +301,9 @@ def canary(
             request |= {"promote_if": promote_if} | ({"abort_if": abort_if} if abort_if is not None else {})
             if weights is not None:
                 request |= {"source": _source_of(weights)} if point else _upload(client, name, weights)
-            status = client.post(f"{path}/canary", request)["status"]
-        promoted = _wait_for_end(client, path, status or client.get(path)) if wait else True
-        _show(status := client.get(path), as_json, has_ended=promote or wait)
+            started = client.post(f"{path}/canary", request)["canary"]
+        promoted = _wait_for_end(client, path, started) if wait else True
+        _show(client.get(path), as_json, has_ended=promote or wait)
         if not promoted:
             say(f"not promoted: {_why_not(client.get(f'{path}/history')['refusals'])}", err=True)
             raise typer.Exit(1)
@@ -314,15 +314,20 @@ def _why_not(refusals: list[dict[str, Any]]) -> str:
     return reasons[-1] if reasons else "it was discarded"
 
 
-def _wait_for_end(client: AdminClient, path: str, status: dict[str, Any]) -> bool:
-    """Wait until the canary ends. Returns whether its weights are served then."""
-    if status["canary"] is None:
-        raise Unsupported(f"{status['name']}: no canary to wait for")
-    weights_id = status["canary"]["weights_id"]
-    with status_line(f"{status['name']}: canary") as update:
-        while (now := client.get(path))["canary"] is not None:
-            update(f"{status['name']}: canary, {now['canary']['values']['requests']:.0f} requests")
+def _wait_for_end(client: AdminClient, path: str, started: str | None) -> bool:
+    """Wait until the canary ends. Returns whether its weights are served then.
+
+    started: the weights id of a canary that was just started, and may have ended; by default that of the present one.
+    """
+    now = client.get(path)
+    if started is None and now["canary"] is None:
+        raise Unsupported(f"{now['name']}: no canary to wait for")
+    weights_id = started or now["canary"]["weights_id"]
+    with status_line(f"{now['name']}: canary") as update:
+        while now["canary"] is not None and now["canary"]["weights_id"] == weights_id:
+            update(f"{now['name']}: canary, {now['canary']['values']['requests']:.0f} requests")
             time.sleep(_POLL_SECONDS)
+            now = client.get(path)
     return bool(now["served"]["weights_id"] == weights_id)
 
 
