@@ -533,7 +533,7 @@ def test_an_application_s_capture_contains_no_part_of_a_staging(device: str, fil
         with torch.cuda.graph(graphs[-1], stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
             kept = x + number
             staging.start()
-            staging.join(60)
+            staging.join(120)
         assert files.correct(model, number % 3)
     for graph in graphs:
         graph.replay()

@@ -274,7 +274,7 @@ def test_collecting_an_arena_while_one_is_counted_does_not_block() -> None:
 
     thread = Thread(target=collected, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(120)
     assert (thread.is_alive(), account.held) == (False, -5)
 
 

@@ -96,7 +96,7 @@ class Running:
 
     def wait_for(self, text: str) -> None:
         """Wait until the report contains a text."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while text not in self.report:
             assert time.monotonic() < until, self.report
             time.sleep(0.05)
@@ -297,7 +297,7 @@ def test_some_steps_alone_are_run_if_they_are_named(tmp_path: Path) -> None:
 
 def test_a_step_that_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
     process = Running(tmp_path, [step("one"), step("slow streams")], steps="one,slow stream").process
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == 2
     assert said.endswith("error: no step is called slow stream; there are one, slow streams\n")
     assert not (tmp_path / "report").exists()

@@ -347,6 +347,6 @@ def test_it_stays_up_with_a_page(tmp_path: Path) -> None:
                 (model,) = json.load(answer)["models"]
             assert (model["served"]["kind"], model["served"]["labels"]) == ("rollback", {"epoch": "0"})
             demo.send_signal(signal.SIGINT)
-            assert demo.wait(60) == 0
+            assert demo.wait(120) == 0
         finally:
             demo.kill()

@@ -66,7 +66,7 @@ def asked(url: str, document: object = None) -> tuple[int, Any]:
     data = None if document is None else json.dumps(document).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, json.loads(answer.read() or b"null")
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -166,7 +166,7 @@ def test_the_container_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, unuse
             desired_store.set("s3://weights/v2.safetensors", revision=state.revision)
             assert eventually(lambda: asked(infer, request)[1]["model_version"] == "1")
             process.terminate()
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
 
 
 @pytest.fixture

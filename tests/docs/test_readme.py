@@ -43,7 +43,7 @@ def test_in_production(tmp_path: Path, unused_port: int) -> None:
 
 
 def versions(url: str) -> list[str]:
-    with urlopen(url, timeout=60) as answer:
+    with urlopen(url, timeout=120) as answer:
         found: list[str] = json.load(answer)["versions"]
         return found
 

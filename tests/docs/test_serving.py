@@ -55,7 +55,7 @@ def test_from_nothing_to_an_answer(folder: Path, ports: dict[str, str]) -> None:
         assert (answer["model_version"], answer["outputs"][0]["shape"]) == ("0", [1, 2])
         assert python(folder, elsewhere(BLOCKS["python"][1], ports)) == "(3, 2)\n(3, 2)\n"
         shell(folder, move)
-        again, until = "\n".join(ask.splitlines()[-2:]), time.monotonic() + 60
+        again, until = "\n".join(ask.splitlines()[-2:]), time.monotonic() + 120
         while (later := json.loads(shell(folder, again)))["model_version"] != "1" and time.monotonic() < until:
             time.sleep(0.1)
         gained = [b - a for a, b in zip(answer["outputs"][0]["data"], later["outputs"][0]["data"], strict=True)]

@@ -94,7 +94,7 @@ def test_wrong_requests_are_refused_by_all_that_record(options: Any, says: str, 
     with pytest.raises(ParityError):
         publish(model, tmp_path / "out", artifact, step=1, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["m.artifact"]
-    publish(model, tmp_path / "out", artifact, step=2).wait(60)  # nobody waits for what was refused
+    publish(model, tmp_path / "out", artifact, step=2).wait(120)  # nobody waits for what was refused
 
 
 def test_a_skeleton_cannot_be_recorded_with_weights(tmp_path: Path) -> None:

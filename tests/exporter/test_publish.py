@@ -44,7 +44,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event = threading.Event()
 
     def wait_and_pack(*args: Any, **kwargs: Any) -> Any:
-        assert event.wait(60)
+        assert event.wait(120)
         return pack_checkpoint(*args, **kwargs)
 
     monkeypatch.setattr(publishing, "pack_checkpoint", wait_and_pack)
@@ -62,7 +62,7 @@ def test_training_goes_on_while_the_file_is_written(renamed: Artifact, tmp_path:
         handle.wait(0.01)
     fill(model, 7.0)
     held.set()
-    packed = handle.wait(60)
+    packed = handle.wait(120)
     assert handle.done
     assert packed.path.name == f"step-000001000-{expected.weights_id[:12]}.safetensors"
     assert packed.path.read_bytes() == expected.path.read_bytes()
@@ -78,7 +78,7 @@ def test_ties_and_buffers_are_copied_and_cast(tmp_path: Path, held: threading.Ev
     fill(model, 7.0)
     model.offset.fill_(7.0)
     held.set()
-    packed = handle.wait(60)
+    packed = handle.wait(120)
     assert (packed.weights_id, packed.cast) == (expected.weights_id, expected.cast)
 
 
@@ -95,7 +95,7 @@ def test_many_quick_publishes_from_several_threads_keep_their_order(renamed: Art
     with ThreadPoolExecutor(4) as pool:
         for trained in [pool.submit(train) for _ in range(4)]:
             trained.result()
-    paths = [handle.wait(60).path for handle in handles]
+    paths = [handle.wait(120).path for handle in handles]
     assert paths == sorted((tmp_path / "out").iterdir())
     appeared = [path.stat().st_ctime_ns for path in paths]
     assert appeared == sorted(appeared)
@@ -113,21 +113,21 @@ def test_one_snapshot_at_a_time(renamed: Artifact, tmp_path: Path, held: threadi
         time.sleep(0.1)
         assert not second.done()
         held.set()
-        first.wait(60)
-        assert second.result(60).wait(60).nbytes == 96
+        first.wait(120)
+        assert second.result(120).wait(120).nbytes == 96
 
 
 def test_errors_are_raised_by_wait(renamed: Artifact, tmp_path: Path) -> None:
     handle = publish(nn.Linear(3, 3), tmp_path / "out", renamed, step=1)
     for _ in range(2):
         with pytest.raises(WeightsMismatch):
-            handle.wait(60)
+            handle.wait(120)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        publish(Renamed(), tmp_path / "file", renamed, step=1).wait(60)
+        publish(Renamed(), tmp_path / "file", renamed, step=1).wait(120)
     with pytest.raises(CheckpointError, match="has no values"):
-        publish(Renamed().to("meta"), tmp_path / "out", renamed, step=1).wait(60)
-    assert publish(Renamed(), tmp_path / "out", renamed, step=2).wait(60).nbytes == 96
+        publish(Renamed().to("meta"), tmp_path / "out", renamed, step=1).wait(120)
+    assert publish(Renamed(), tmp_path / "out", renamed, step=2).wait(120).nbytes == 96
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -140,11 +140,11 @@ def test_an_error_that_nobody_asks_for_is_logged(
         if early:
             del handle
         held.set()
-        assert outcome.exception(60)
+        assert outcome.exception(120)
         if not early:
             del handle
         gc.collect()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not caplog.messages and time.monotonic() < deadline:
             time.sleep(0.01)
     assert [message.splitlines()[0] for message in caplog.messages] == [
@@ -157,7 +157,7 @@ def test_an_error_that_was_raised_is_not_logged(
 ) -> None:
     handle = publish(nn.Linear(3, 3), tmp_path / "out", renamed, step=9)
     with pytest.raises(WeightsMismatch):
-        handle.wait(60)
+        handle.wait(120)
     del handle
     gc.collect()
     assert not [record for record in caplog.records if record.name == "weightswap"]
@@ -177,14 +177,14 @@ def test_a_failed_write_holds_no_snapshot(renamed: Artifact, tmp_path: Path, mon
     monkeypatch.setattr(packing, "pieces", full)
     handle = publish(Renamed(), tmp_path / "out", renamed, step=1)
     with pytest.raises(CheckpointError):
-        handle.wait(60)
+        handle.wait(120)
     assert [copy() for copy in copies] == [None] * 4
     assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_label_may_repeat_the_step(renamed: Artifact, tmp_path: Path) -> None:
     labels: dict[str, Any] = {"step": 7}
-    assert publish(Renamed(), tmp_path / "out", renamed, step=7, labels=labels).wait(60).labels == {"step": "7"}
+    assert publish(Renamed(), tmp_path / "out", renamed, step=7, labels=labels).wait(120).labels == {"step": "7"}
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -244,7 +244,7 @@ def trainer(artifact: Artifact, out: Path, seconds: float, step: int, last: str 
 @pytest.mark.parametrize("last", ["keep", "drop"])
 def test_the_end_of_the_interpreter_waits_for_the_write(last: str, renamed: Artifact, tmp_path: Path) -> None:
     process = trainer(renamed, tmp_path / "out", 0.1, 3, last)
-    assert process.communicate(timeout=60) == ("writing\n" * 3, "")
+    assert process.communicate(timeout=120) == ("writing\n" * 3, "")
     assert process.returncode == 0
     (path,) = (tmp_path / "out").iterdir()
     with WeightFile(path) as file:
@@ -258,18 +258,18 @@ def test_a_killed_trainer_leaves_nothing_that_a_reader_takes(renamed: Artifact, 
     killed, alive = trainer(renamed, out, 60, 1), trainer(renamed, out, 60, 2)
     try:
         killed.send_signal(signal.SIGKILL)
-        killed.communicate(timeout=60)
+        killed.communicate(timeout=120)
         assert len(list(out.iterdir())) == 2
         assert not list(out.glob("*.safetensors"))
-        published = publish(Renamed(), out, renamed, step=3).wait(60)
+        published = publish(Renamed(), out, renamed, step=3).wait(120)
         left = sorted(path.name for path in out.iterdir())
         assert len(left) == 2
         assert left[0].startswith(".step-000000002.safetensors.tmp-")
         assert left[1] == published.path.name
     finally:
         alive.kill()
-        alive.communicate(timeout=60)
-    publish(Renamed(), out, renamed, step=4).wait(60)
+        alive.communicate(timeout=120)
+    publish(Renamed(), out, renamed, step=4).wait(120)
     assert sorted(path.name[:15] for path in out.iterdir()) == ["step-000000003-", "step-000000004-"]
 
 
@@ -278,10 +278,10 @@ def test_a_forked_child_publishes_for_itself(renamed: Artifact, tmp_path: Path, 
     child = os.fork()
     if child == 0:
         held.set()
-        os._exit(0 if publish(Renamed(), tmp_path / "out", renamed, step=2).wait(60).nbytes == 96 else 1)
+        os._exit(0 if publish(Renamed(), tmp_path / "out", renamed, step=2).wait(120).nbytes == 96 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     held.set()
-    parents.wait(60)
+    parents.wait(120)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
 
 
@@ -337,7 +337,7 @@ def test_an_interrupt_leaves_nothing_that_later_publications_wait_for(
     model, out = Renamed().eval(), tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         publish(model, out, renamed, step=1)
-    packed = publish(model, out, renamed, step=2).wait(20)
+    packed = publish(model, out, renamed, step=2).wait(120)
     steps = {int(path.name.split("-")[1]) for path in out.iterdir()}
     assert packed.path.exists()
     assert steps == ({1, 2} if place == "started" else {2})
@@ -375,11 +375,11 @@ def test_a_signal_handler_that_publishes_while_its_thread_copies_is_refused(
     signal.alarm(20)
     try:
         if caught:
-            publish(model, out, renamed, step=1).wait(60)
+            publish(model, out, renamed, step=1).wait(120)
         else:
             with pytest.raises(CheckpointError, match="already in publish"):
                 publish(model, out, renamed, step=1)
-        publish(model, out, renamed, step=3).wait(60)
+        publish(model, out, renamed, step=3).wait(120)
     finally:
         signal.alarm(0)
         for number, handler in before.items():
@@ -399,6 +399,6 @@ def test_a_relative_directory_is_that_of_the_call(
         return pack_checkpoint(*args, **kwargs)
 
     monkeypatch.setattr(publishing, "pack_checkpoint", moved)
-    packed = publish(Renamed(), "out", renamed, step=1).wait(60)
+    packed = publish(Renamed(), "out", renamed, step=1).wait(120)
     assert packed.path.parent == Path("out")  # as it was given
     assert (tmp_path / packed.path).exists()

@@ -39,7 +39,7 @@ def test_they_are_of_the_weights_that_were_published(artifact: Artifact, tmp_pat
     publication = publish(model, out, artifact, step=7, goldens=[(X,)], tolerance=(0.0, 1e-6))
     with torch.no_grad():
         model[0].weight.add_(1)  # the training goes on
-    packed = publication.wait(60)
+    packed = publication.wait(120)
     assert packed.goldens == 1
     assert names(out) == [packed.path.stem + GOLDENS_SUFFIX, packed.path.name]
     found = goldens_at(packed.path, artifact)
@@ -47,7 +47,7 @@ def test_they_are_of_the_weights_that_were_published(artifact: Artifact, tmp_pat
     served = load(artifact, packed.path)
     assert served.history[-1].verified == "goldens"
     assert torch.equal(served(X), expected)
-    assert publish(build(1), out, artifact, step=7).wait(60).goldens == 0
+    assert publish(build(1), out, artifact, step=7).wait(120).goldens == 0
     assert len(names(out)) == 2  # those of the same weights stay
 
 
@@ -64,7 +64,7 @@ def test_a_write_that_fails_leaves_no_goldens(
 
     monkeypatch.setattr(Path, "replace", replace)
     with pytest.raises(CheckpointError):
-        publish(build(1), out, artifact, step=1, goldens=[(X,)]).wait(60)
+        publish(build(1), out, artifact, step=1, goldens=[(X,)]).wait(120)
     assert [name.endswith(GOLDENS_SUFFIX) for (name,) in seen] == [True]  # they are there before the weights
     assert names(out) == []
 
@@ -75,7 +75,7 @@ def test_the_model_is_not_kept(artifact: Artifact, tmp_path: Path, monkeypatch: 
     original = goldens.Recording.encode
 
     def encode(recording: goldens.Recording, weights_id: str | None) -> bytes:
-        assert held.wait(60)
+        assert held.wait(120)
         return original(recording, weights_id)
 
     monkeypatch.setattr(goldens.Recording, "encode", encode)
@@ -86,4 +86,4 @@ def test_the_model_is_not_kept(artifact: Artifact, tmp_path: Path, monkeypatch: 
     gc.collect()
     assert kept() is None
     held.set()
-    assert publication.wait(60).goldens == 1
+    assert publication.wait(120).goldens == 1

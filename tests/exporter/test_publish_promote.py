@@ -52,7 +52,7 @@ def test_what_is_published_is_desired_as_soon_as_it_is_there(renamed: Artifact, 
     assert (state.weights.labels, state.weights.by) == ({"step": "1"}, "run 7")
     model = load(renamed)
     with model.follow(desired_store.where, 0.01) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
     assert torch.equal(model(X), trained(1.0)(X))
 
 
@@ -62,7 +62,7 @@ def test_a_training_that_is_repeated_is_served_again_but_not_what_was_withdrawn(
     def published(value: float, step: int, run: str) -> Packed:
         folder = Path(desired_store.where) / run
         folder.mkdir(exist_ok=True)
-        return publish(trained(value), folder, renamed, step=step, promote=desired_store.where, by=run).wait(60)
+        return publish(trained(value), folder, renamed, step=step, promote=desired_store.where, by=run).wait(120)
 
     for step in (1, 2):
         published(float(step), step, "run 1")
@@ -87,7 +87,7 @@ def test_a_hold_lets_the_training_go_on(
 ) -> None:
     caplog.set_level(logging.WARNING, "weightswap")
     desired_store.hold(revision=0, by="ana")
-    packed = publish(trained(1.0), desired_store.where, renamed, step=1, promote=desired_store.where).wait(60)
+    packed = publish(trained(1.0), desired_store.where, renamed, step=1, promote=desired_store.where).wait(120)
     assert packed.path.exists()
     assert packed.promoted is None
     assert packed.refusal.startswith("NotPromoted: ")
@@ -101,7 +101,7 @@ def test_only_what_is_proven_is_promoted_where_that_is_the_policy(
         options |= {"promote": desired_store.where, "policy": "proven"}
         return (
             publish(trained(value), desired_store.where, renamed, step=step, **options)
-            .wait(60)
+            .wait(120)
             .refusal.partition(":")[0]
         )
 
@@ -112,7 +112,7 @@ def test_only_what_is_proven_is_promoted_where_that_is_the_policy(
 
 
 def test_a_desired_store_that_is_away_is_no_error_of_the_training(renamed: Artifact, tmp_path: Path) -> None:
-    packed = publish(trained(1.0), tmp_path / "run", renamed, step=1, promote=tmp_path / "none").wait(60)
+    packed = publish(trained(1.0), tmp_path / "run", renamed, step=1, promote=tmp_path / "none").wait(120)
     assert packed.refusal.startswith("DesiredError: ")
     with pytest.raises(Unsupported):
         publish(trained(1.0), tmp_path / "run", renamed, step=2, policy="best")  # type: ignore[arg-type]
@@ -134,13 +134,13 @@ class Service:
 
 def test_a_service_takes_what_is_published(renamed: Artifact, tmp_path: Path) -> None:
     service = Service()
-    packed = publish(trained(1.0), tmp_path / "run", renamed, step=1, promote=service, by="run 7").wait(60)
+    packed = publish(trained(1.0), tmp_path / "run", renamed, step=1, promote=service, by="run 7").wait(120)
     assert service.taken == [(packed.path, "run 7", "newest")]
     assert (packed.promoted, packed.receipt, packed.refusal) == (7, service, "")
-    packed = publish(trained(2.0), tmp_path / "run", renamed, step=2, promote=service, policy="proven").wait(60)
+    packed = publish(trained(2.0), tmp_path / "run", renamed, step=2, promote=service, policy="proven").wait(120)
     assert packed.refusal.startswith("NotPromoted: ")
     service.refuses = True
-    packed = publish(trained(3.0), tmp_path / "run", renamed, step=3, promote=service).wait(60)
+    packed = publish(trained(3.0), tmp_path / "run", renamed, step=3, promote=service).wait(120)
     assert (packed.promoted, packed.receipt, packed.refusal) == (None, None, "NotPromoted: on hold by ana")
     assert (packed.path.exists(), len(service.taken)) == (True, 1)
 
@@ -154,7 +154,7 @@ def weight_files(desired_store: DesiredStore) -> list[str]:
 def publish_steps(renamed: Artifact, desired_store: DesiredStore, steps: range, keep: int | None = 2) -> list[Packed]:
     options: dict[str, Any] = {"promote": desired_store.where, "keep": keep, "goldens": GOLDENS}
     return [
-        publish(trained(float(step)), desired_store.where, renamed, step=step, **options).wait(60) for step in steps
+        publish(trained(float(step)), desired_store.where, renamed, step=step, **options).wait(120) for step in steps
     ]
 
 
@@ -176,7 +176,7 @@ def test_older_files_go_once_the_desired_store_can_no_longer_need_them(
     assert desired_store.rollback(revision=state[0].promoted or 0, hold=False).weights_id
     model = load(renamed)
     with model.follow(desired_store.where, 0.01) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
     assert model.labels == {"step": "4"}
 
 
@@ -195,7 +195,7 @@ def test_what_another_trainer_promotes_meanwhile_stays(
 ) -> None:
     """Its file appears when this trainer reads the folder, with a time from before: its clock is behind."""
     publish_steps(renamed, desired_store, range(1, 5), keep=None)
-    late = publish(trained(6.0), tmp_path / "elsewhere", renamed, step=6, goldens=GOLDENS).wait(60).path
+    late = publish(trained(6.0), tmp_path / "elsewhere", renamed, step=6, goldens=GOLDENS).wait(120).path
     read, others = directory.stamp_of, DesiredStore(desired_store.where)
 
     def overtaken(path: Path) -> Any:
@@ -238,7 +238,7 @@ def test_what_an_operator_goes_back_to_meanwhile_stays(
 
 def test_a_clock_that_was_set_back_makes_no_file_old(renamed: Artifact, desired_store: DesiredStore) -> None:
     publish_steps(renamed, desired_store, range(1, 5), keep=None)
-    waiting = publish(trained(9.0), desired_store.where, renamed, step=9).wait(60).path
+    waiting = publish(trained(9.0), desired_store.where, renamed, step=9).wait(120).path
     os.utime(waiting, (1, 1))
     publish_steps(renamed, desired_store, range(5, 6), keep=1)
     assert waiting.exists()

@@ -27,7 +27,7 @@ def test_every_published_step_is_served_in_order(residency: str, renamed: Artifa
             fill(model, float(step + 1))
             with torch.no_grad():
                 answers.append(model(X))
-            publish(model, out, renamed, step=step * 500).wait(60)
+            publish(model, out, renamed, step=step * 500).wait(120)
 
     served: list[tuple[str, torch.Tensor]] = []
     done = threading.Event()

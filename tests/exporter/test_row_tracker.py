@@ -601,7 +601,7 @@ def test_tables_that_torchrec_has_sharded_are_published(optimizer: str, one_proc
     served = load(artifact)
     for step in range(4):
         sharded.train(2)
-        packed = publish(sharded.model, tmp_path / "out", artifact, step=step, rows=tracker, check=True).wait(60)
+        packed = publish(sharded.model, tmp_path / "out", artifact, step=step, rows=tracker, check=True).wait(120)
         assert bool(packed.base) == bool(step)
         served.swap(packed.path)
         with torch.no_grad():

@@ -55,7 +55,7 @@ class Training:
         train(self.model, self.optimizers, steps)
         self.step += 1
         options = {"rows": self.tracker, **self.options, **options}
-        return publish(self.model, self.folder, self.artifact, step=self.step, **options).wait(60)
+        return publish(self.model, self.folder, self.artifact, step=self.step, **options).wait(120)
 
     @property
     def weights_id(self) -> str:
@@ -174,14 +174,14 @@ def test_every_row_of_tables_of_any_type(dtype: torch.dtype, tmp_path: Path) -> 
     model = Recommender(dtype=dtype)
     artifact = export(model.eval(), (X,), out=tmp_path / "a.artifact")
     tracker = RowTracker(model)
-    publish(model, tmp_path / "out", artifact, step=1, rows=tracker).wait(60)
+    publish(model, tmp_path / "out", artifact, step=1, rows=tracker).wait(120)
     with torch.no_grad():
         model.items.weight += 1
         model.users.weight[4_990:] += 1
         model.top.bias += 1
     tracker.mark("items.weight", torch.arange(ITEMS))
     tracker.mark("users.weight", torch.arange(4_990, 5_000))
-    packed = publish(model, tmp_path / "out", artifact, step=2, rows=tracker, check=True).wait(60)
+    packed = publish(model, tmp_path / "out", artifact, step=2, rows=tracker, check=True).wait(120)
     assert packed.base
     assert packed.weights_id == weights_id(model, artifact, tmp_path)
 
@@ -451,7 +451,7 @@ class Story:
     def fail_early(self) -> None:
         folder, artifact = self.training.folder, self.training.artifact
         with pytest.raises(WeightsMismatch):
-            publish(nn.Linear(3, 3), folder, artifact, step=1, rows=self.training.tracker).wait(60)
+            publish(nn.Linear(3, 3), folder, artifact, step=1, rows=self.training.tracker).wait(120)
 
     def remove(self) -> None:
         if files := sorted(self.training.folder.glob("*")):
@@ -492,17 +492,17 @@ def test_tables_that_are_not_as_in_the_file_are_refused_by_name(artifact: Artifa
     model = Recommender(dtype=torch.float64)
     cast = {"rows": RowTracker(model), "dtype": "float32"}
     with pytest.raises(CheckpointError, match=r"rows=: users\.weight: is F64, and would be cast to F32; items\.weight"):
-        publish(model, tmp_path / "out", artifact, step=1, **cast).wait(60)
+        publish(model, tmp_path / "out", artifact, step=1, **cast).wait(120)
     turned = Recommender()
     turned.items.weight = nn.Parameter(torch.randn(16, ITEMS).t())
     tracker = RowTracker(turned)
     with pytest.raises(CheckpointError, match=r"items\.weight: is not a dense row-major table\. Leave what"):
-        publish(turned, tmp_path / "out", artifact, step=1, rows=tracker).wait(60)
+        publish(turned, tmp_path / "out", artifact, step=1, rows=tracker).wait(120)
     fewer = RowTracker(turned, tables=["users.weight"])
-    publish(turned, tmp_path / "out", artifact, step=1, rows=fewer).wait(60)
+    publish(turned, tmp_path / "out", artifact, step=1, rows=fewer).wait(120)
     with torch.no_grad():
         turned.items.weight[3] += 1
-    packed = publish(turned, tmp_path / "out", artifact, step=2, rows=fewer).wait(60)
+    packed = publish(turned, tmp_path / "out", artifact, step=2, rows=fewer).wait(120)
     assert (packed.base != "", packed.nbytes) == (True, ITEMS * 16 * 4)
     assert packed.weights_id == weights_id(turned, artifact, tmp_path)
 
@@ -565,7 +565,7 @@ def test_a_killed_trainer_leaves_whole_files(training: Training) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     names = sorted(path.name[:14] for path in training.folder.glob("*.safetensors"))
     assert names == ["step-000000000", "step-000000001"]
     full, delta = sorted(training.folder.glob("*.safetensors"))

@@ -163,7 +163,7 @@ class Client(threading.Thread):
 
     def end(self) -> None:
         self._stopped.set()
-        self.join(60)
+        self.join(120)
         self._client.close()
         assert not self.is_alive()
 

@@ -86,6 +86,6 @@ def pid_of(actor: Any) -> int:
 
     def ask() -> Any:
         with suppress(ray.exceptions.RayActorError):  # it begins again
-            return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60)
+            return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=120)
 
     return int(until(ask))

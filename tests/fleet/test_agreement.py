@@ -104,7 +104,7 @@ def test_a_change_is_renewed_until_it_is_decided(fleet: Fleet, monkeypatch: pyte
 
     def slow(*arguments, **options):  # type: ignore[no-untyped-def]
         fleet.before("renew", renewed.set)
-        assert renewed.wait(30)
+        assert renewed.wait(120)
         return decide(*arguments, **options)
 
     monkeypatch.setattr(fleet.desired_store, "set", slow)

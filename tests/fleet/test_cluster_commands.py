@@ -103,7 +103,7 @@ def test_a_cluster_that_requires_a_token(home: Path) -> None:
         return done.stderr
 
     with ray_turn(), _head_with_token(home) as address:
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 120
         while "no fleet of that name" not in (answer := said("token")):
             assert time.monotonic() < limit, answer
         began = time.monotonic()

@@ -35,5 +35,5 @@ def test_a_lost_node(deployed: Deployed) -> None:
         receipt = soon(lambda: fleet.swap(files.weights[2]))
         until(lambda: all(client.has_seen(receipt.revision) for client in clients))
     assert set(receipt.late) <= lost  # as long as Ray has not noticed
-    assert fleet.wait(60)
+    assert fleet.wait(120)
     assert {each.weights_id for each in fleet.nodes.values()} == {receipt.weights_id}

@@ -44,7 +44,7 @@ def asked(deployed: Deployed, times: int, canary: bool | None = None) -> Counter
 def serving(deployed: Deployed, number: int) -> None:
     """The fleet serves the weights of a number, and nothing is on trial."""
     soon(lambda: deployed.fleet.swap(deployed.files.weights[number]))
-    assert deployed.fleet.wait(60)
+    assert deployed.fleet.wait(120)
 
 
 def test_a_share_answers_and_is_promoted(deployed: Deployed) -> None:
@@ -111,7 +111,7 @@ def test_over_http(deployed: Deployed) -> None:
         headers = {"content-type": "application/json", "X-Weightswap-Canary": routing}
         url = "http://127.0.0.1:8000/v2/models/numbered/infer"
         with urllib.request.urlopen(
-            urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30
+            urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120
         ) as answer:
             found.append(files.number(json.load(answer)["parameters"]["weights_id"]))
     assert found == [2, 1]
@@ -204,7 +204,7 @@ def test_whoever_is_killed(deployed: Deployed, victim: str) -> None:
         before = fleet.trial.values["requests"]
         until(lambda: fleet.trial.values["requests"] > before)
         receipt = soon(fleet.promote)
-        assert fleet.wait(60)
+        assert fleet.wait(120)
     assert files.number(receipt.weights_id) == 2
     assert sum(len(client.answers) for client in clients) > 20
     assert asked(deployed, 20) == {2: 20}

@@ -58,7 +58,7 @@ class Wire:
         again = method == "describe" and self.asked.count((node, method)) > 1
         if (released := self.stuck.get("describe again" if again else method)) is not None:
             self.reached.set()
-            released.wait(60)
+            released.wait(120)
         if node in self.dead:
             raise TimeoutError(f"{node}: did not answer")
 
@@ -198,10 +198,10 @@ def test_a_wait_for_a_reader_ends_when_it_is_told_to(method: str, web: WebServer
     wire.stuck[method] = released
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(whole)
-        assert wire.reached.wait(30)
+        assert wire.reached.wait(120)
         ended.set()
         with pytest.raises(StageCancelled):
-            reading.result(30)
+            reading.result(120)
         released.set()
 
 

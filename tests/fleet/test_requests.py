@@ -64,9 +64,9 @@ def test_a_rollback_waits_for_nothing_that_is_being_staged(fleet: Fleet, slow: s
     began = staging_slowly(fleet)
     with ThreadPoolExecutor(1) as pool:
         changing = pool.submit(change_by, fleet, slow)
-        assert began.wait(30)
+        assert began.wait(120)
         receipt = fleet.rollback(fleet.weights_id(0))
-        error = changing.exception(30)
+        error = changing.exception(120)
     assert (receipt.weights_id, fleet.all_serve(0)) == (fleet.weights_id(0), True)
     refusals = (type(None),) if slow == "what the desired store says" else (FleetRefused, StageCancelled)
     assert isinstance(error, refusals)
@@ -92,12 +92,12 @@ def test_what_nobody_wants_any_more_is_staged_no_further(fleet: Fleet, what: str
     with ThreadPoolExecutor(1) as pool:
         change = partial(agent.prepare, fleet.request(2)) if what == "a change" else partial(change_by, fleet, what)
         changing = pool.submit(change)
-        assert began.wait(30)
+        assert began.wait(120)
         if event == "its coordinator died":
             fleet.now += 11.0
         else:
             getattr(fleet.desired_store, event)(revision=fleet.desired_store.read().revision)
-        error = changing.exception(60)
+        error = changing.exception(120)
     assert isinstance(error, type(None) if what == "what the desired store says" else StageCancelled)
     assert (agent.status().preparing, agent.status().trying) == ("", "")
     agent.reconcile()
@@ -110,12 +110,12 @@ def test_a_replica_that_begins_waits_for_no_staging(fleet: Fleet, agent: NodeAge
     began, wanted = staging_slowly(fleet, 15.0), fleet.request(1)
     with ThreadPoolExecutor(1) as pool:
         preparing = pool.submit(agent.prepare, wanted)
-        assert began.wait(30)
+        assert began.wait(120)
         fleet.attach(since=1.0)
         assert agent.spec.since == 1.0
         assert agent.status().preparing
         agent.discard(wanted.id)
-        assert isinstance(preparing.exception(60), StageCancelled)
+        assert isinstance(preparing.exception(120), StageCancelled)
 
 
 def steps(fleet: Fleet, what: str, number: int) -> tuple[Any, Any, Any]:
@@ -159,7 +159,7 @@ def test_what_is_given_up_while_its_file_is_opened_is_staged_no_further(fleet: F
     agent.model.stage = opened_slowly  # type: ignore[method-assign]
     with pytest.raises(StageCancelled):
         prepare(wanted)
-    giving_up.join(60)
+    giving_up.join(120)
     assert (agent.preparing, agent.trial()) == ("", None)
     agent.model.stage = stage  # type: ignore[method-assign]
     assert not agent.prepare(fleet.request(2)).resident
@@ -248,7 +248,7 @@ def test_a_desired_store_that_never_answers_is_told_of(fleet: Fleet, monkeypatch
     assert status.weights_id == fleet.weights_id(0)
     assert 'weightswap_fleet_unread_seconds{model="tiny"} 31.0' in agent.metrics()
     answers.set()
-    thread.join(60)
+    thread.join(120)
     status = agent.status()
     assert (status.reachable, status.error) == (True, "")
     assert 'weightswap_fleet_unread_seconds{model="tiny"} 0.0' in agent.metrics()

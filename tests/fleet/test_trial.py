@@ -211,7 +211,7 @@ class Staging:
         self.go, began = threading.Event(), threading.Event()
         self._began = began
         self.prepared = pool.submit(self.agent.prepare_trial, fleet.trial(1, share=0.5))
-        assert began.wait(60)
+        assert began.wait(120)
 
     def _wait_longer(self, staged: Staged, is_wanted: Callable[[], bool]) -> None:
         self._began.set()
@@ -236,7 +236,7 @@ def test_one_whose_leader_dies_while_it_is_staged_is_given_up(fleet: Fleet, stag
     time.sleep(0.1)
     assert not staging.prepared.done()
     fleet.now += 2.0
-    assert isinstance(staging.prepared.exception(60), StageCancelled)
+    assert isinstance(staging.prepared.exception(120), StageCancelled)
     assert fleet.trying() == {""}
     assert not staging.agent.renew("trial 1")
 
@@ -250,7 +250,7 @@ def test_the_next_leader_does_not_wait_for_what_is_staged(fleet: Fleet, staging:
         assert found.poll() is None
     assert (staging.prepared.done(), fleet.trial_words()["n0"]) == (False, 0)
     staging.go.set()
-    assert isinstance(staging.prepared.result(60), NodeReceipt)
+    assert isinstance(staging.prepared.result(120), NodeReceipt)
     assert found.poll() is None
     assert (found.shares, fleet.trial_words()["n0"] != 0) == ({"n0": 0.5}, True)
 
@@ -266,7 +266,7 @@ def test_nodes_that_are_ready_wait_for_one_that_takes_longer_than_the_lease(
             fleet.now += 9.0
             while renewed.acquire(blocking=False):
                 pass
-            assert renewed.acquire(timeout=30)
+            assert renewed.acquire(timeout=120)
             fleet.agents["n1"].reconcile()
         return stage(*arguments, **options)
 

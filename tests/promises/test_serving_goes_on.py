@@ -16,7 +16,7 @@ def model(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> Mode
 
 def test_a_background_staging_returns_at_once_and_is_committed_later(model: Model, weight_file: WriteWeights) -> None:
     staged = model.stage(weight_file(1), background=True)
-    assert staged.wait(30) is staged
+    assert staged.wait(120) is staged
     assert staged.done
     assert staged.progress == Progress("staged", 92, 92)
     assert torch.equal(staged(X), TinyArtifact.eager(1, X))

@@ -122,14 +122,14 @@ def test_every_error_crosses_the_border_of_a_process() -> None:
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, mp_context=context) as executor:
         for kind in FAMILY:
-            found = executor.submit(fail, kind).exception(timeout=60)
+            found = executor.submit(fail, kind).exception(timeout=120)
             assert found is not None
             assert same(found, raised(kind))
             assert "the cause" in str(found.__cause__)  # the other process's traceback
     with context.Pool(1) as pool:
         for kind in FAMILY:
             with pytest.raises(kind) as caught:
-                pool.apply_async(fail, (kind,)).get(timeout=60)
+                pool.apply_async(fail, (kind,)).get(timeout=120)
             assert same(caught.value, raised(kind))
 
 

@@ -40,7 +40,7 @@ def test_an_error_of_any_thread_keeps_nothing_of_the_batch(in_the_pool: bool, yi
         if (threading.get_ident() != caller) == in_the_pool:
             failed.set()
             raise ValueError
-        failed.wait(60)
+        failed.wait(120)
 
     with pytest.raises(ValueError) as caught:
         workers.run_all(function, items)
@@ -58,7 +58,7 @@ def test_threads_that_yield_have_a_lower_priority_than_their_caller(yields: bool
     both = threading.Barrier(2)
 
     def work(_: object) -> None:
-        both.wait(60)
+        both.wait(120)
         thread = threading.get_native_id()
         seen.add((threading.get_ident() == caller, os.getpriority(os.PRIO_PROCESS, thread)))
 
@@ -114,5 +114,5 @@ def test_an_interrupt_while_a_thread_of_the_pool_starts_keeps_no_interpreter(yie
         "try:\n    workers.run_all(lambda _: time.sleep(0.2), range(4))\n"
         "except KeyboardInterrupt:\n    pass\n"
     )
-    done = subprocess.run([warm.python(), "-e", "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([warm.python(), "-e", "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -69,7 +69,7 @@ def load(protocol: str, port: int, expected: dict[str, np.ndarray[Any, Any]], se
     tensor.set_data_from_numpy(INPUT)
     with triton.InferenceServerClient(f"127.0.0.1:{port}", **options) as client:
         client.infer("tiny", [tensor])
-        begun.wait(60)
+        begun.wait(120)
         until = time.time() + seconds
         while time.time() < until:
             least, asked = seen[0], time.perf_counter()

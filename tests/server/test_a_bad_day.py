@@ -87,7 +87,7 @@ class Day:
         """Restart the whole server, with the manager."""
         children, process = self.server.children, self.server.process
         process.send_signal(number)
-        assert process.wait(30) == (0 if number == signal.SIGTERM else -number)
+        assert process.wait(120) == (0 if number == signal.SIGTERM else -number)
         eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
         self._running.close()
         self.start()

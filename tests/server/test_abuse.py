@@ -77,7 +77,7 @@ _session = requests.Session()
 
 def ask_again(server: Server, body: bytes, headers: dict[str, str]) -> Reply:
     """Send a request on a connection that stays open: thousands of new ones would fill up in TIME_WAIT."""
-    found = _session.post(f"http://127.0.0.1:{server.http_port}{INFER}", body, headers=headers, timeout=20)
+    found = _session.post(f"http://127.0.0.1:{server.http_port}{INFER}", body, headers=headers, timeout=120)
     return Reply(found.status_code, found.headers, found.content)
 
 

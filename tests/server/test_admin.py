@@ -97,7 +97,7 @@ def broken_off(operator: Operator, what: str, source: int | None = None, **field
         assert now["staged"]["ready"] is False
         yield now
         assert operator.change("discard").status == 200
-        assert changing.result(20) == (409, "StageCancelled")
+        assert changing.result(120) == (409, "StageCancelled")
 
 
 def test_a_staging_can_be_looked_at_and_broken_off(operator: Operator) -> None:
@@ -177,7 +177,7 @@ def test_a_delta_is_desired_with_what_leads_to_its_base(
     assert [each.source for each in weights.bases] == [str(operator.file(1))]
     other = load(operator.tiny.path)
     with other.follow(desired_store.where, 0.02) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
     assert serves(other, 2)
 
     assert operator.change("stage", delta(2, 3)).status == 200
@@ -344,7 +344,7 @@ def test_a_rollback_has_the_options_of_the_follower(operator: Operator, desired_
     for revision, file in enumerate((nan_file(operator), operator.file(3)), start=1):
         desired_store.set(file, revision=revision)
     with operator.model.follow(desired_store, 30, allow_nonfinite="bias") as follower:
-        assert follower.wait(20)
+        assert follower.wait(120)
         bad = desired_store.read().history[-1].weights_id
         back = operator.change("rollback", to=bad)
         assert (back.status, back.json["receipt"]["weights_id"], operator.model.weights_id) == (200, bad, bad)
@@ -383,11 +383,11 @@ def test_a_rollback_does_not_wait_for_what_a_follower_stages(operator: Operator,
     desired_store.set(other, revision=1, allow_other_graph=True)
     desired_store.set(third, revision=2, allow_other_graph=True)
     with operator.model.follow(desired_store, 30, rate_limit=SLOW):
-        assert begun.get(timeout=20) == third
+        assert begun.get(timeout=120) == third
         before = desired_store.read()
         assert refuses(operator, "rollback", to=before.history[1].weights_id) == (422, "GraphMismatch")
         assert desired_store.read() == before
-        assert [begun.get(timeout=20) for _ in range(2)] == [str(other), third]
+        assert [begun.get(timeout=120) for _ in range(2)] == [str(other), third]
         assert operator.change("rollback", to=before.history[0].weights_id).status == 200  # it is still served
         assert (operator.serves(1), desired_store.read().hold is not None) == (True, True)
 
@@ -398,7 +398,7 @@ def test_a_rollback_does_not_wait_for_what_a_watcher_stages(operator: Operator) 
     new.parent.mkdir()
     operator.file(3).rename(new)
     with operator.model.watch(new.parent, 30, rate_limit=SLOW):
-        assert begun.get(timeout=20) == str(new)
+        assert begun.get(timeout=120) == str(new)
         assert operator.change("rollback", to=operator.model.history[0].weights_id).status == 200
         assert operator.serves(1)
 
@@ -445,7 +445,7 @@ def test_what_was_written_is_committed_as_soon_as_it_can_be(
     for revision, seed in enumerate((2, 3), start=1):
         desired_store.set(operator.file(seed), revision=revision)
     operator.follow(desired_store)
-    assert model.watching[0].wait(20)  # type: ignore[attr-defined]
+    assert model.watching[0].wait(120)  # type: ignore[attr-defined]
 
     def held(staged: Staged) -> None:
         tries.append(staged.weights_id)
@@ -524,7 +524,7 @@ def test_of_two_that_end_what_is_staged_one_does(
             one = pool.submit(operator.change, "commit")
             time.sleep(0.05)
             two = pool.submit(operator.change, other)
-            assert (one.result(20).status, two.result(20).status) == (200, code)
+            assert (one.result(120).status, two.result(120).status) == (200, code)
             state = desired_store.read()
             assert (state.revision, state.weights.weights_id) == (2 + number, operator.model.weights_id)
             assert operator.serves(2 + number)
@@ -555,7 +555,7 @@ def test_what_is_staged_for_too_long_is_given_up(model: Model, tiny: TinyArtifac
 @contextmanager
 def events(operator: Operator) -> Iterator[http.client.HTTPResponse]:
     assert operator.server.admin is not None
-    connection = http.client.HTTPConnection("127.0.0.1", operator.server.admin.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", operator.server.admin.port, timeout=120)
     connection.request("GET", "/admin/events", headers=BEARER)
     yield connection.getresponse()
     connection.close()

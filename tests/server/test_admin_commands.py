@@ -128,7 +128,7 @@ def test_a_followed_desired_store_is_rolled_back_held_and_released(
 ) -> None:
     first = desired_store.read().weights_id
     with operator.model.follow(desired_store, 0.01) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
         push(operator, operator.file(2), "--revision", "latest")
         assert "generation  " in operate("rollback", operator, str(first)[:8], "--no-hold", "--revision", 2)
         assert (desired_store.read().hold, operator.serves(1)) == (None, True)
@@ -177,7 +177,7 @@ def test_who_serves_what_is_desired(operator: Operator, tmp_path: Path) -> None:
 def test_a_desired_store_that_cannot_be_read_is_told(operator: Operator, desired_store: DesiredStore) -> None:
     """Even if the desired weights that were read last are served."""
     with operator.model.follow(desired_store.where, 0.02) as follower:
-        assert follower.wait(20)
+        assert follower.wait(120)
         assert "revision 1\n" in operate("status", operator)
         Path(desired_store.where, "desired.json").write_text('{"revi')
         assert eventually(lambda: not follower.status.reachable)
@@ -227,7 +227,7 @@ def test_a_server_that_reads_nothing_is_given_up(tmp_path: Path, monkeypatch: py
             connection, _ = tcp.accept()
             time.sleep(0.4)
             connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-            assert asked.result(20) == {}
+            assert asked.result(120) == {}
             connection.close()
 
 

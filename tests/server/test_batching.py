@@ -49,7 +49,7 @@ def submit(server: Server, values: Sequence[np.ndarray[Any, Any]], name: str = "
 
 
 def output(answer: Future[Answer]) -> np.ndarray[Any, Any]:
-    return as_array(dict(answer.result(20).outputs)["output"])
+    return as_array(dict(answer.result(120).outputs)["output"])
 
 
 def sizes_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -87,7 +87,7 @@ def test_without_batching_each_goes_alone(model: Model, monkeypatch: pytest.Monk
     with serving({"tiny": model}) as server:
         seen = sizes_of_calls(monkeypatch)
         for answer in submit(server, [rows(2), rows(1)]):
-            answer.result(20)
+            answer.result(120)
         assert seen == [2, 1]
 
 
@@ -151,7 +151,7 @@ def test_none_pays_for_anothers_mistake(tmp_path: Any) -> None:
         first, wrong, last = submit(server, [np.array([token]) for token in (1, 9, 3)], "tokens")
         for token, answer in ((1, first), (3, last)):
             np.testing.assert_array_equal(output(answer), eager.table.weight.detach()[[token]])
-        assert isinstance(wrong.exception(20), InputMismatch)
+        assert isinstance(wrong.exception(120), InputMismatch)
         body = {"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1], "data": [9]}]}
         refused = ask(server, "/v2/models/tiny/infer", body)
         assert (refused.status, refused.error.split(":")[:2]) == (400, ["forward", " tokens"])

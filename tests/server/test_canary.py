@@ -125,7 +125,7 @@ def test_a_batch_is_never_of_both(operator: Operator) -> None:
         with occupied(operator.server):
             asked = [pool.submit(answer, operator, X[:1], str(number % 2)) for number in range(8)]
             await_queued(operator.server, 8)
-        found = Counter(each.result(20) for each in asked)
+        found = Counter(each.result(120) for each in asked)
     assert found[canary] == 4
     counted = metrics(operator)
     assert f'weightswap_server_batch_calls_bucket{{le="4.0",model="tiny",weights_id="{canary}"}} 4.0' in counted

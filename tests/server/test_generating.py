@@ -97,7 +97,7 @@ def test_a_swap_does_not_change_a_stream(files: tuple[Path, Path, Path]) -> None
     before = model.generate(PROMPT, max_new_tokens=40)
     with (
         serving({"llama": model}) as server,
-        closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20)) as connection,
+        closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=120)) as connection,
     ):
         connection.request("POST", STREAM, json.dumps(asked(max_tokens=40)))
         reply = connection.getresponse()
@@ -149,7 +149,7 @@ def test_what_does_not_generate(server: Server) -> None:
 
 def test_contexts_have_a_limit(server: Server) -> None:
     with occupied(server):
-        opened = [http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20) for _ in range(2)]
+        opened = [http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=120) for _ in range(2)]
         for connection in opened:
             connection.request("POST", STREAM, json.dumps(asked(max_tokens=3)))
         assert eventually(lambda: server.service.streams == 2)
@@ -204,7 +204,7 @@ def streamed(
         client.async_stream_infer("llama", [tensor], enable_empty_final_response=True, parameters=parameters)
         found = []
         while True:
-            piece = told.get(timeout=20)
+            piece = told.get(timeout=120)
             if isinstance(piece, Exception):
                 raise piece
             if piece.get_response().parameters["triton_final_response"].bool_param:

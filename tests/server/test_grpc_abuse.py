@@ -26,7 +26,7 @@ class Client(NamedTuple):
     def ask(self, request: bytes) -> tuple[str, Any]:
         """Return the name of the status, and the answer or the error text."""
         try:
-            return "OK", self.call(request, timeout=20)
+            return "OK", self.call(request, timeout=120)
         except grpc.RpcError as error:
             return error.code().name, error.details()  # type: ignore[attr-defined]
 

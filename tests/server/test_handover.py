@@ -226,7 +226,7 @@ class Clients:
 
     def connect(self, count: int) -> list[HTTPConnection]:
         """Open connections at once."""
-        made = [HTTPConnection("127.0.0.1", self._server.http_port, timeout=60) for _ in range(count)]
+        made = [HTTPConnection("127.0.0.1", self._server.http_port, timeout=120) for _ in range(count)]
         for connection in made:
             self._stack.enter_context(closing(connection)).connect()
         return made

@@ -579,17 +579,17 @@ def test_while_a_large_body_is_read_others_are_answered(server: Server, monkeypa
 
     def slow_read(body: bytes, **options: Any) -> Any:
         begun.set()
-        assert goes_on.wait(20)
+        assert goes_on.wait(120)
         return read(body, **options)
 
     monkeypatch.setattr(infer, "read_request", slow_read)
     monkeypatch.setattr(bodies, "_SMALL", 10)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, server, INFER, tensor())
-        assert begun.wait(20)
+        assert begun.wait(120)
         assert ask(server, "/v2/health/live").status == 200
         goes_on.set()
-        assert asked.result(20).status == 200
+        assert asked.result(120).status == 200
 
 
 def test_json_has_a_limit_of_its_own(model: Model) -> None:
@@ -643,5 +643,5 @@ def test_who_goes_while_it_waits_is_not_answered(server: Server, monkeypatch: py
                 assert eventually(lambda: not connections(server))
             stays = pool.submit(ask, server, INFER, tensor())
             await_queued(server, 2)
-        assert stays.result(20).status == 200
+        assert stays.result(120).status == 200
     assert called == [1]

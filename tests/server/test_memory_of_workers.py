@@ -57,7 +57,7 @@ def _drained(arguments: list[str], folder: Path, workers: int) -> int:
         return sum(shares) << 10
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(120)
         process.stdout.close()
         (folder / "outbox" / "2.safetensors").rename(folder / "2.safetensors")
 

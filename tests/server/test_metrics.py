@@ -63,7 +63,7 @@ def test_requests_are_counted_by_weights(model: Model, weight_file: WriteWeights
             call = server.service.call("tiny", "", {"x": array_content(X)})
             server.service.served[0].thread.submit(call)
             assert samples(server, "weightswap_server_queued") == {of({}): 1}
-        assert call.answer.result(10).generation == 1
+        assert call.answer.result(120).generation == 1
 
 
 def test_each_request_is_counted_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +72,11 @@ def test_each_request_is_counted_once(model: Model, monkeypatch: pytest.MonkeyPa
         huge = np.full((2, 3), np.finfo(np.float32).max, np.float32)
         assert ask(server, INFER, as_json(x=huge)).status == 400
         goes_on = Event()
-        before_calls(monkeypatch, lambda *_: goes_on.wait(20))
+        before_calls(monkeypatch, lambda *_: goes_on.wait(120))
         monkeypatch.setattr(server.service.served[0].thread, "_inline", False)
         assert ask(server, INFER, as_json(x=X)).status == 504
         goes_on.set()
-        server.service.served[0].thread.do(lambda: None).result(20)
+        server.service.served[0].thread.do(lambda: None).result(120)
         assert samples(server, "weightswap_server_requests_total") == {
             of({"weights_id": model.weights_id, "status": status}): 1 for status in ("400", "504")
         }

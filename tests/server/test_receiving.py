@@ -68,7 +68,7 @@ def test_a_rollback_does_not_wait_for_what_is_received(
         assert change(server, "rollback").status == 200
         assert serves(model, 1)
         with pytest.raises(StageCancelled):
-            sending.wait(20)
+            sending.wait(120)
 
 
 @pytest.mark.parametrize("other", ["--watch", "--follow"])

@@ -78,7 +78,7 @@ def put(server: Server, content: bytes, what: str = "swap", **options: Any) -> R
 def raw(server: Server, head: str = "") -> socket.socket:
     """Begin to send weights, by the bytes of HTTP."""
     assert server.admin is not None
-    connection = socket.create_connection(("127.0.0.1", server.admin.port), timeout=20)
+    connection = socket.create_connection(("127.0.0.1", server.admin.port), timeout=120)
     connection.sendall(
         f"PUT /admin/models/tiny/swap HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n{head}\r\n\r\n".encode()
     )
@@ -190,7 +190,7 @@ def test_senders_wait_for_each_other(server: Server, model: Model, sender: Sende
         assert isinstance(sending, Sending)
         connection.sendall(content[-4:])
         assert answer_to(connection).status == 200
-    sending.wait(20)
+    sending.wait(120)
     assert serves(model, 1)
     assert [receipt.generation for receipt in model.history] == [0, 1, 2]
 

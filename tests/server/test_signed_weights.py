@@ -131,7 +131,7 @@ def test_the_option_may_be_repeated(
     with serve(str(tiny.path), "-w", str(path), *options, *workers) as (process, port):
         until_ready(port)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 def test_a_push_brings_its_signature(model: Model, weight_file: WriteWeights, keys: Path, tmp_path: Path) -> None:

@@ -336,12 +336,12 @@ def staging_held(rig: Rig, pool: ThreadPoolExecutor) -> Iterator[Future[Reply]]:
     def wait(event: weightswap_runtime.Event) -> None:
         if event.kind == "staging" and not go_on.is_set():
             begun.set()
-            go_on.wait(20)
+            go_on.wait(120)
 
     rig.model.listen(wait)
     assert rig.post(START).status == 200
     update = pool.submit(rig.update, 2)
-    assert begun.wait(20)
+    assert begun.wait(120)
     yield update
     go_on.set()
 
@@ -351,7 +351,7 @@ def test_a_finish_that_comes_too_early_can_be_repeated(rig: Rig) -> None:
         with staging_held(rig, pool) as update:
             early = rig.post(FINISH)
             assert (early.status, early.json["kind"]) == (409, "StagingBusy")
-        assert update.result(20).status == 200
+        assert update.result(120).status == 200
     assert rig.post(FINISH).status == 200
     assert rig.answers_of(2)
 
@@ -398,7 +398,7 @@ def test_a_trainer_that_begins_anew_breaks_off_a_staging(rig: Rig) -> None:
             assert rig.server.admin is not None
             staging = rig.server.admin.models["tiny"]._changes.open[0]
             assert eventually(lambda: staging.is_discarded)
-        assert (update.result(20).json["kind"], anew.result(20).status) == ("StageCancelled", 200)
+        assert (update.result(120).json["kind"], anew.result(120).status) == ("StageCancelled", 200)
     assert rig.post(FINISH).status == 409
     assert rig.is_unchanged()
 
@@ -519,7 +519,7 @@ def test_where_a_desired_store_is_followed_the_weights_become_desired(
     assert (followed.read().revision, followed.read().weights_id, rig.answers_of(3)) == (3, rig.model.weights_id, True)
     assert rig.info()["weight_version"] == "v3"
     with load(tiny.path) as other, other.follow(followed.where, 0.02) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
         with administered({"tiny": other}) as server:
             assert call(server, INFO).json["weight_version"] == "v3"  # every follower knows it
 

@@ -134,7 +134,7 @@ def test_what_is_being_staged_stays(keeping: Server, folder: Path) -> None:
             swap(keeping, f"v{seed}")
         assert "v2" in names(folder)
         assert change(keeping, "discard", "other").status == 200
-        assert staging.result(20).status == 409
+        assert staging.result(120).status == 409
 
 
 def test_what_was_uploaded_again_stays_until_it_is_served(
@@ -192,7 +192,7 @@ def test_while_a_follower_does_not_agree_all_that_its_store_names_stays(
     assert names(folder) == ["v2", "v3", "v4", "v5"]
     desired_store.set(folder / "v5.safetensors", revision=refused.revision)
     follower.poll_now()
-    assert follower.wait(20)
+    assert follower.wait(120)
     swap(keeping, "v5")
     assert names(folder) == ["v4", "v5"]
 
@@ -266,7 +266,7 @@ def pausing(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> Iterator[
 
     def pause(*arguments: Any, **options: Any) -> Any:
         paused.set()
-        assert released.wait(20)
+        assert released.wait(120)
         return real(*arguments, **options)
 
     with ThreadPoolExecutor() as pool:
@@ -274,7 +274,7 @@ def pausing(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> Iterator[
         def run(work: Callable[[], Any]) -> Future[Any]:
             monkeypatch.setattr(where, name, pause)
             future = pool.submit(work)
-            assert paused.wait(20)
+            assert paused.wait(120)
             monkeypatch.setattr(where, name, real)
             return future
 
@@ -305,7 +305,7 @@ def test_an_upload_stays_from_the_check_of_its_path_on(
         for seed in (3, 4):
             swap(keeping, f"v{seed}")
         assert names(folder) == ["v2", "v3", "v4", "v5"]
-    assert taking.result(20).status == 200
+    assert taking.result(120).status == 200
     swap(keeping, "v5")
     assert names(folder) == ["v2", "v4", "v5"]
     assert change(keeping, "discard", "other").status == 200
@@ -323,7 +323,7 @@ def test_the_file_of_a_variant_stays_while_it_is_added(
         for seed in (3, 4):
             swap(keeping, f"v{seed}")
         assert "v2" in names(folder)
-    assert "declares no variants" in adding.result(20).json["error"]  # it has read the file by then
+    assert "declares no variants" in adding.result(120).json["error"]  # it has read the file by then
     swap(keeping, "v5")
     assert names(folder) == ["v4", "v5"]
 
@@ -333,7 +333,7 @@ def test_the_file_that_a_rollback_goes_back_to_stays(
     follows: bool, keeping: Server, folder: Path, desired_store: DesiredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if follows:
-        assert other_of(keeping).follow(desired_store.where, 30.0).wait(20)
+        assert other_of(keeping).follow(desired_store.where, 30.0).wait(120)
     assert ask(keeping, "stage", "v2").status == 200  # so that it is still there
     for seed in (2, 3, 4):
         swap(keeping, f"v{seed}", "other")
@@ -343,7 +343,7 @@ def test_the_file_that_a_rollback_goes_back_to_stays(
         back = paused(lambda: change(keeping, "rollback", "other", to=earliest))
         swap(keeping, "v5")
         assert "v2" in names(folder)
-    assert back.result(20).status == 200
+    assert back.result(120).status == 200
     assert serves(other_of(keeping), 2)
 
 
@@ -360,10 +360,10 @@ def test_a_request_waits_for_a_removal_and_then_finds_nothing(
             for waiting in (taking, following):
                 with pytest.raises(TimeoutError):
                     waiting.result(0.2)
-        removing.result(20)
-        refused = taking.result(20)
+        removing.result(120)
+        refused = taking.result(120)
     assert (refused.status, refused.json["error"]) == (404, "no upload is named v2.safetensors")
-    assert (following.result(20).status, serves(other_of(keeping), 1)) == (200, True)
+    assert (following.result(120).status, serves(other_of(keeping), 1)) == (200, True)
 
 
 class Pusher:
@@ -398,7 +398,7 @@ def test_models_that_swap_the_same_uploads_while_others_commit(
     for seed, path in files.items():
         goldens_beside(tiny, path, seed)
     models = {name: load(tiny.path, weight_file(1)) for name in ("one", "two", "three")}
-    models["three"].follow(desired_store.where, 30.0).wait(20)
+    models["three"].follow(desired_store.where, 30.0).wait(120)
     with administered(models, upload_dir=str(folder), upload_keep=1) as server, ThreadPoolExecutor() as pool:
         pushers = [Pusher(server, name, files, seed) for seed, name in enumerate(models)]
         for running in [pool.submit(pusher.run, 25) for pusher in pushers]:

@@ -288,7 +288,7 @@ def test_jagged_requests_are_joined_key_by_key(tmp_path: Path, monkeypatch: pyte
             for call in calls:
                 server.service.served[0].thread.submit(call)
         for call, expected in zip(calls, alone, strict=True):
-            found = dict(call.answer.result(20).outputs)
+            found = dict(call.answer.result(120).outputs)
             assert {name: bytes(value.data) for name, value in found.items()} == {
                 name: bytes(value.data) for name, value in expected.items()
             }

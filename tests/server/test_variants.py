@@ -165,7 +165,7 @@ def test_a_batch_has_one_choice(model: Model) -> None:
                 found = [pool.submit(ask, server, INFER, body(f"low={name}" if name else None)) for name in wanted]
                 await_queued(server, len(wanted))
             for name, each in zip(wanted, found, strict=True):
-                np.testing.assert_array_equal(outputs(each.result(20)), expected(0, name))
+                np.testing.assert_array_equal(outputs(each.result(120)), expected(0, name))
         metrics = ask(server, "/metrics").body.decode()
         for size, answers in ((1, 0), (2, 4), (4, 8)):  # answers by how many went as one, at most
             labels = f'le="{size:.1f}",model="tuned",weights_id="{model.weights_id}"'

@@ -225,7 +225,7 @@ def test_a_request_to_the_manager_does_not_outlive_it() -> None:
         thread.start()
     manager.close()
     for thread in asking:
-        thread.join(20)
+        thread.join(120)
     assert not any(thread.is_alive() for thread in asking)
     assert connection.processes() == []
 

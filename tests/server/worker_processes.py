@@ -77,7 +77,7 @@ class Running:
         return str(refused.value)
 
     def get(self, path: str, body: Any = None, status: int = 200, headers: Mapping[str, str] | None = None) -> Any:
-        with closing(http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=20)) as connection:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=120)) as connection:
             raw = json.dumps(body).encode() if body else None
             connection.request("POST" if body else "GET", path, raw, dict(headers or {}))
             reply = connection.getresponse()
@@ -195,7 +195,7 @@ def started(folder: Path, workers: int, *more: str) -> Iterator[Running]:
         if process.poll() is None:
             children = children_of(process.pid)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
             assert not any(Path(f"/proc/{child}").exists() for child in children)
     finally:
         process.kill()

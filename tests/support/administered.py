@@ -44,7 +44,7 @@ def call(
     """Send a request to the admin plane. A body other than bytes becomes JSON; without a body it is a GET."""
     assert server.admin is not None
     raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    with closing(http.client.HTTPConnection("127.0.0.1", server.admin.port, timeout=20)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.admin.port, timeout=120)) as connection:
         connection.request(method or ("GET" if body is None else "POST"), path, raw, dict(headers))
         reply = connection.getresponse()
         return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())

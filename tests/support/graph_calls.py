@@ -22,7 +22,7 @@ def hold_calls(patch: pytest.MonkeyPatch) -> HeldCalls:
 
     def call(self: GraphCall, *args: Any) -> Any:
         held.inside.set()
-        assert held.go_on.wait(30)
+        assert held.go_on.wait(120)
         return original(self, *args)
 
     patch.setattr(GraphCall, "__call__", call)

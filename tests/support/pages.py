@@ -64,6 +64,6 @@ def served(folder: Path, command: str) -> Iterator[None]:
             assert process.stdout.readline().startswith("http://127.0.0.1:")
             yield
             process.terminate()
-            assert process.wait(20) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()

@@ -51,7 +51,7 @@ def serving_tiny(folder: Path, **settings: Any) -> Iterator[Server]:
 
 
 def await_ready(server: Server) -> None:
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 120
     while not server.service.ready:
         assert time.monotonic() < limit
         time.sleep(0.005)
@@ -59,7 +59,7 @@ def await_ready(server: Server) -> None:
 
 def await_queued(server: Server, count: int) -> None:
     """Wait until so many calls of the first model are waiting."""
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 120
     while server.service.served[0].thread.queued != count:
         assert time.monotonic() < limit
         time.sleep(0.001)
@@ -69,8 +69,8 @@ def await_queued(server: Server, count: int) -> None:
 def occupied(server: Server) -> Iterator[None]:
     """Keep the first model's thread busy during the block."""
     begun, ended = Event(), Event()
-    server.service.served[0].thread.do(lambda: (begun.set(), ended.wait(20)))
-    begun.wait(20)
+    server.service.served[0].thread.do(lambda: (begun.set(), ended.wait(120)))
+    begun.wait(120)
     try:
         yield
     finally:
@@ -111,7 +111,7 @@ def ask(
 ) -> Reply:
     """Send a request on a new connection; a body other than bytes becomes JSON."""
     raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=120)) as connection:
         connection.request(method or ("GET" if body is None else "POST"), path, raw, dict(headers or {}))
         reply = connection.getresponse()
         return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())

@@ -218,7 +218,7 @@ class S3Server(AbstractContextManager["S3Server"]):
         import requests
 
         url = self.options["endpoint_url"]
-        requests.post(f"{url}/moto-api/reset", timeout=10)
+        requests.post(f"{url}/moto-api/reset", timeout=120)
         keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
         client = boto3.client("s3", endpoint_url=url, **keys)
         client.create_bucket(Bucket="weights")

@@ -16,7 +16,7 @@ SOON = 0.01
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         if time.monotonic() > deadline:
             return False

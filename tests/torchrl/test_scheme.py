@@ -125,7 +125,7 @@ def test_each_update_is_served_by_another_process(actor: Actor, scheme: Weightsw
             scheme.send()
             check(len(FORMS) + 1)
             print("end", file=process.stdin, flush=True)
-            assert process.wait(20) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
 

@@ -66,10 +66,10 @@ def test_every_form_of_a_checkpoint_gives_the_same_weights(form: str, artifact: 
 
 def test_a_trainer_publishes_parts(artifact: Artifact, tmp_path: Path) -> None:
     model = quantised(KIND, 1)
-    published = publish(model, tmp_path / "out", artifact, step=1).wait(60)
+    published = publish(model, tmp_path / "out", artifact, step=1).wait(120)
     assert published.weights_id == weights_id(model, artifact, tmp_path)
     with pytest.raises(WeightsMismatch):
-        publish(quantised("int8"), tmp_path / "out", artifact, step=2).wait(60)
+        publish(quantised("int8"), tmp_path / "out", artifact, step=2).wait(120)
 
 
 GRAPHS = r"0.weight: the graph has Int8Tensor\(block_size=\[1, 32\], dtype=float32, act_quant_kwargs=Quant.+\), "

@@ -78,17 +78,17 @@ def test_an_interrupt_ends_a_wait_for_pins(tiny: TinyArtifact, weight_file: Writ
     def hold() -> None:
         with model.pin():
             held.set()
-            over.wait(10)
+            over.wait(120)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait(10)
+    held.wait(120)
     threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGALRM)).start()
     with pytest.raises(KeyboardInterrupt):
         staged.commit(timeout=None)
     assert serves(model, 0)
     over.set()
-    thread.join(10)
+    thread.join(120)
     staged.commit()
     assert serves(model, 1)
 

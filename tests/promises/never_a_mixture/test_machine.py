@@ -198,9 +198,9 @@ class SwapMachine(RuleBasedStateMachine):
             return
         if refusal is not None:
             with pytest.raises(refusal):
-                staged.wait(10)
+                staged.wait(120)
             return
-        assert staged.wait(10).weights_id == self.files.weights_id(goal)
+        assert staged.wait(120).weights_id == self.files.weights_id(goal)
         self.overwritten()
         if stop == "in the end":
             staged.cancel()

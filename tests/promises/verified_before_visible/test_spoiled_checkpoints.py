@@ -28,7 +28,7 @@ def test_a_checkpoint_with_one_nan_is_skipped(residency: Any, start: Any, tmp_pa
         hollow = build()
     artifact = export(hollow, (BATCH,), out=tmp_path / "m.artifact", goldens=[(BATCH,)])
     out, trained = tmp_path / "out", build()
-    first = publish(trained, out, artifact, step=1, goldens=[(BATCH,)]).wait(60)
+    first = publish(trained, out, artifact, step=1, goldens=[(BATCH,)]).wait(120)
     events_of: list[list[Event]] = [[], []]
     models = [load(artifact, residency=residency) for _ in events_of]
     watchers = [
@@ -40,7 +40,7 @@ def test_a_checkpoint_with_one_nan_is_skipped(residency: Any, start: Any, tmp_pa
     expected = trained(BATCH)
     with torch.no_grad():
         trained[2].weight[1, 2] = math.nan
-    bad = publish(trained, out, artifact, step=2).wait(60)
+    bad = publish(trained, out, artifact, step=2).wait(120)
     assert eventually(lambda: all(watcher.skipped for watcher in watchers))
     for model, watcher, events in zip(models, watchers, events_of, strict=True):
         assert list(watcher.skipped) == [bad.path.name]
@@ -52,7 +52,7 @@ def test_a_checkpoint_with_one_nan_is_skipped(residency: Any, start: Any, tmp_pa
         assert eventually(lambda events=events: events[-1].kind == "skipped")  # type: ignore[misc]
     with torch.no_grad():
         trained[2].weight[1, 2] = 0.5
-    good = publish(trained, out, artifact, step=3, goldens=[(BATCH,)]).wait(60)
+    good = publish(trained, out, artifact, step=3, goldens=[(BATCH,)]).wait(120)
     assert eventually(lambda: all(model.weights_id == good.weights_id for model in models))
     for watcher in watchers:
         watcher.stop()
@@ -74,7 +74,7 @@ def test_a_first_checkpoint_with_nan_is_skipped_and_may_be_allowed(tmp_path: Pat
     trained = build()
     with torch.no_grad():
         trained[0].bias[0] = math.nan
-    publish(trained, tmp_path / "out", artifact, step=1).wait(60)
+    publish(trained, tmp_path / "out", artifact, step=1).wait(120)
     model = load(artifact)
     with model.watch(tmp_path / "out", SOON) as watcher:
         assert eventually(lambda: bool(watcher.skipped))
@@ -93,7 +93,7 @@ def test_finite_weights_that_give_nan_are_skipped(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.fill_(3e38)
-    publish(trained, tmp_path / "out", artifact, step=1).wait(60)
+    publish(trained, tmp_path / "out", artifact, step=1).wait(120)
     model = load(artifact)
     with model.watch(tmp_path / "out", SOON) as watcher:
         assert eventually(lambda: bool(watcher.skipped))

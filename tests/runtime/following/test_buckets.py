@@ -91,7 +91,7 @@ def test_a_bucket_that_is_away_for_a_while(
     desired_store.set(url(1), revision=0)
     model = load(tiny.path)
     with model.follow("s3://weights/service", SOON) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
         with monkeypatch.context() as patch:
             patch.setattr(retries, "ATTEMPTS", 1)
 
@@ -155,7 +155,7 @@ def test_a_web_server_is_read_only(tiny: TinyArtifact, tmp_path: Path, monkeypat
         with model.follow(f"{web.url}/service/", SOON) as follower:
             assert eventually(lambda: "v1.goldens" in follower.status.error)
             web.contents.pop("/service/v1.goldens.safetensors")
-            assert follower.wait(60)
+            assert follower.wait(120)
             monkeypatch.setattr(retries, "ATTEMPTS", 1)
             web.fault = lambda handler, asked: status(503)(handler, asked) is None
             assert eventually(lambda: "503" in follower.status.error)

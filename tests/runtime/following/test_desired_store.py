@@ -248,7 +248,7 @@ def test_a_chain_is_made_shorter_and_nobody_who_serves_it_notices(
     before = desired_store.read()
     model = load(chained.tiny.path, residency=residency)
     with model.follow(chained.folder, 0.01) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
         after = desired_store.compact(chained.folder / "short.safetensors", revision=revision, full=full)
         assert follower.wait(60, revision=revision + 1)
         assert [receipt.generation for receipt in model.history] == [0]
@@ -263,7 +263,7 @@ def test_a_chain_is_made_shorter_and_nobody_who_serves_it_notices(
         (chained.folder / "v0.safetensors").unlink()
     other = load(chained.tiny.path, residency=residency)
     with other.follow(chained.folder, 0.01) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
         assert serves(other, 4)
         if hold:
             desired_store.release(revision=revision + 1)
@@ -281,7 +281,7 @@ def test_who_is_behind_reads_the_rest_of_a_chain_alone(
     for path in (chained.folder / "v0.safetensors", delta(0, 1), delta(1, 2)):
         path.unlink()
     with model.follow(chained.folder, 0.01) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
     assert (serves(model, 4), model.generation, model.history[-1].kind) == (True, 1, "delta")
 
 
@@ -341,7 +341,7 @@ def test_of_two_compactions_to_one_file_the_loser_changes_nothing(
         chained.desired_store.compact(out, revision=5, full=full)
     model = load(chained.tiny.path)
     with model.follow(chained.folder, 0.01) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
     assert serves(model, 5 if goes_on else 4)
     assert not list(chained.folder.glob(".short*"))
 

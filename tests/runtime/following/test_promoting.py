@@ -38,7 +38,7 @@ def test_a_file_of_another_tool_is_promoted_with_the_id_it_has(
         assert eventually(lambda: model.weights_id is not None and service.desired == model.weights_id)
     other = load(tiny.path)
     with other.follow(service.folder, SOON) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
 
 
 def test_an_operators_rollback_is_served_and_binds(model: Model, directory: Directory, service: Service) -> None:
@@ -194,7 +194,7 @@ def test_a_delta_is_promoted_with_what_leads_to_its_base(
     assert [each.source for each in weights.bases or ()] == [str(full), str(directory.path / "v2.safetensors")]
     other = load(tiny.path)
     with other.follow(service.folder, SOON) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
     assert serves(other, 4)
 
 
@@ -215,7 +215,7 @@ def test_deltas_that_waited_are_promoted_together(
     assert [each.source for each in wanted(state).bases or ()] == [str(full), *map(str, deltas[:2])]
     other = load(tiny.path)
     with other.follow(service.folder, SOON) as follower:
-        assert follower.wait(60)
+        assert follower.wait(120)
         assert serves(other, 4)
         service.desired_store.rollback(revision=2)
         assert follower.wait(60, revision=3)

@@ -218,7 +218,7 @@ def test_polls_keep_their_distance(model: Model, directory: Directory, monkeypat
     monkeypatch.setattr(FileQueue, "poll", poll)
     directory.damaged(1)
     watcher = model.watch(directory.path, 7.0)
-    assert done.wait(60)
+    assert done.wait(120)
     assert eventually(lambda: not watcher.alive)
     assert (waits, len(polls)) == ([7.0] * 20, 20)
 

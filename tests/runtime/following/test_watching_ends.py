@@ -47,7 +47,7 @@ def test_a_callback_may_stop_the_watching(model: Model, directory: Directory) ->
 
     def stop(event: Event) -> None:
         if event.kind == "committed":
-            assert started.wait(60)
+            assert started.wait(120)
             watchers[0].stop()
 
     watchers.append(model.watch(directory.path, SOON, callback=stop))
@@ -60,7 +60,7 @@ def test_stop_cancels_a_long_staging(model: Model, directory: Directory, held: t
     events: list[Event] = []
     watcher = model.watch(directory.path, SOON, callback=events.append)
     directory.write(1)
-    assert held.wait(60)
+    assert held.wait(120)
     assert watcher.stop(30)
     assert watcher.stop()
     assert [event.kind for event in events] == ["staging", "cancelled"]

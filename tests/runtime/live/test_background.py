@@ -105,7 +105,7 @@ def test_an_interrupt_while_its_thread_starts_cancels_the_staging(
     model.swap(weight_file(1))
     if not begins:
         threading.Thread.start(started[0])  # late: it does nothing
-        started[0].join(20)
+        started[0].join(120)
     assert events == [*(["staging", "cancelled"] if begins else []), "staging", "staged", "committed"]
     assert serves(model, 1)
 
@@ -129,7 +129,7 @@ def test_a_background_error_is_raised_by_wait_and_commit(model: Model, weight_fi
         with pytest.raises(WeightFileError):
             use()
     with pytest.raises(DigestMismatch):
-        model.stage(damaged(weight_file(1)), background=True).wait(30)
+        model.stage(damaged(weight_file(1)), background=True).wait(120)
     assert serves(model, 0)
     model.swap(weight_file(2))
 
@@ -230,7 +230,7 @@ def test_what_a_lost_thread_has_staged_is_not_committed_in_a_child(
     tiny: TinyArtifact, weight_file: WriteWeights
 ) -> None:
     model = load(tiny.path, weight_file(0))
-    staged = model.stage(weight_file(1), background=True).wait(30)
+    staged = model.stage(weight_file(1), background=True).wait(120)
 
     def work() -> bool:
         model.swap(weight_file(2))
@@ -290,7 +290,7 @@ def test_a_listener_cannot_commit_in_the_staging_s_own_thread(model: Model, weig
 
     def commit(event: Event) -> None:
         if event.kind == "staged":
-            begun.wait(30)
+            begun.wait(120)
             try:
                 found[0].commit()
             except StagingBusy as error:
@@ -299,7 +299,7 @@ def test_a_listener_cannot_commit_in_the_staging_s_own_thread(model: Model, weig
     model.listen(commit)
     found.append(model.stage(weight_file(1), background=True))
     begun.set()
-    found[0].wait(30).commit()
+    found[0].wait(120).commit()
     assert len(refused) == 1
     assert serves(model, 1)
 
@@ -310,11 +310,11 @@ def test_a_fork_does_not_wait_for_calls_of_a_pin_that_threads_share(model: Model
     def call(session: Pinned) -> None:
         with session._gate._lock:
             held.set()
-            forked.wait(60)
+            forked.wait(120)
 
     with model.pin() as session, ThreadPoolExecutor(1) as pool:
         other = pool.submit(call, session)
-        assert held.wait(30)
+        assert held.wait(120)
         assert in_a_child(lambda: session(X) is not None)
         forked.set()
         other.result()
@@ -359,10 +359,10 @@ def test_a_discard_during_a_commit_does_not_wait_for_pins(model: Model, weight_f
         thread = committing(staged, None)
         discarding = threading.Thread(target=staged.discard, daemon=True)
         discarding.start()
-        discarding.join(30)
+        discarding.join(120)
         assert not discarding.is_alive()
         assert thread.is_alive()
-    thread.join(60)
+    thread.join(120)
     assert serves(model, 1)  # the commit was first
     assert [event.kind for event in events] == ["staging", "staged", "committed"]
 
@@ -375,7 +375,7 @@ def test_a_discard_during_a_commit_that_fails_is_done(model: Model, weight_file:
     with model.pin():
         thread = committing(staged, 0.2)
         staged.discard()
-        thread.join(60)
+        thread.join(120)
     assert [event.kind for event in events] == ["staging", "staged", "refused", "discarded"]
     model.swap(weight_file(2))
     assert serves(model, 2)

@@ -95,7 +95,7 @@ def test_a_swap_of_another_thread_is_cancelled(model: Model, weight_file: WriteW
     while model.progress is None or model.progress.phase != "reading":
         time.sleep(0.001)
     model.close()
-    thread.join(60)
+    thread.join(120)
     assert isinstance(errors[0], StageCancelled)
 
 
@@ -114,7 +114,7 @@ def test_a_callback_may_close_its_model(model: Model, weight_file: WriteWeights,
     (tmp_path / "box").mkdir()
     watcher = model.watch(tmp_path / "box", 0.01, callback=lambda _: model.close())
     (tmp_path / "box.safetensors").rename(tmp_path / "box" / "v.safetensors")
-    watcher._thread.join(60)
+    watcher._thread.join(120)
     assert not watcher.alive
     with pytest.raises(ModelClosed):
         model(X)
@@ -157,7 +157,7 @@ def test_a_call_that_has_begun_goes_on(model: Model, monkeypatch: pytest.MonkeyP
 
     def run(bound: BoundTorch, method: str, inputs: list[torch.Tensor], *others: None) -> list[torch.Tensor]:
         begun.set()
-        closed.wait(60)
+        closed.wait(120)
         assert not freed(found)
         return original(bound, method, inputs)
 
@@ -165,10 +165,10 @@ def test_a_call_that_has_begun_goes_on(model: Model, monkeypatch: pytest.MonkeyP
         patch.setattr(BoundTorch, "run", run)
         thread = threading.Thread(target=lambda: outputs.append(model(X)))
         thread.start()
-        begun.wait(60)
+        begun.wait(120)
         model.close()
         closed.set()
-        thread.join(60)
+        thread.join(120)
     assert torch.equal(outputs[0], TinyArtifact.eager(0, X))
     assert freed(found)
 
@@ -223,7 +223,7 @@ def test_a_commit_that_waits_for_a_pin_is_refused(use: str, tiny: TinyArtifact, 
         thread.start()
         time.sleep(0.1)  # it waits
         model.close()
-        thread.join(60)
+        thread.join(120)
         assert torch.equal(session(X), TinyArtifact.eager(1, X))
     assert isinstance(errors[0], StageCancelled if use == "swap" else ModelClosed)
     assert store.gate.current is None

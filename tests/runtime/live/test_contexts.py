@@ -127,7 +127,7 @@ def test_a_pinned_context_keeps_its_weights_until_it_is_closed(residency: str, f
 
     thread = threading.Thread(target=swap)
     thread.start()
-    thread.join(30)
+    thread.join(120)
     assert "still held by 1 pinned context" in found[0]
     with pytest.raises(WaitTimeout):
         model.swap(files.weights[2])
@@ -172,7 +172,7 @@ def test_a_forked_child_keeps_to_its_parents_pins(residency: Any, files: Files) 
     model, contexts = load(files.artifact, files.weights[0], residency=residency), list[Context]()
     thread = threading.Thread(target=lambda: contexts.append(model.new_context(on_swap="pin")))
     thread.start()
-    thread.join(30)
+    thread.join(120)
     own = model.new_context(on_swap="pin")
     refused: list[object] = []
 
@@ -186,7 +186,7 @@ def test_a_forked_child_keeps_to_its_parents_pins(residency: Any, files: Files) 
     def child() -> bool:
         other = threading.Thread(target=swap)
         other.start()
-        other.join(60)
+        other.join(120)
         with pytest.raises(ContextError, check=because("closed")):
             model(X, context=contexts[0])
         with torch.no_grad():
@@ -200,7 +200,7 @@ def test_two_calls_at_once_with_one_context_are_refused(model: Model, monkeypatc
     context, answers = model.new_context(), list[torch.Tensor]()
     thread = threading.Thread(target=lambda: answers.append(model(X, context=context)))
     thread.start()
-    assert held.inside.wait(30)
+    assert held.inside.wait(120)
     uses: list[Callable[[], Any]] = [
         lambda: model(X, context=context),
         context.reset,
@@ -211,7 +211,7 @@ def test_two_calls_at_once_with_one_context_are_refused(model: Model, monkeypatc
         with pytest.raises(ContextError, check=because("busy")):
             use()
     held.go_on.set()
-    thread.join(30)
+    thread.join(120)
     assert len(answers) == 1
     model(X, context=context)
 

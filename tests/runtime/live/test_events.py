@@ -211,7 +211,7 @@ def test_listeners_may_cancel_or_discard_a_staging(tiny: TinyArtifact, weight_fi
     model.listen(listener)
     box.append(model.stage(weight_file(1), background=True, rate_limit=400))
     with pytest.raises(StageCancelled):
-        box[0].wait(30)
+        box[0].wait(120)
     assert kinds == ["staging", "staged", "discarded"]
     box.clear()
     staged = model.stage(weight_file(1))
@@ -352,12 +352,12 @@ def test_a_child_that_is_forked_during_a_swap_can_swap(tiny: TinyArtifact, weigh
     def wait(event: Event) -> None:
         if event.kind == "staging" and event.by == "parent":
             begun.set()
-            go_on.wait(60)
+            go_on.wait(120)
 
     model.listen(wait)
     thread = threading.Thread(target=model.swap, args=(path,), kwargs={"by": "parent"})
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(120)
 
     def work() -> bool:
         model.swap(path, by="child")
@@ -365,7 +365,7 @@ def test_a_child_that_is_forked_during_a_swap_can_swap(tiny: TinyArtifact, weigh
 
     assert in_a_child(work)
     go_on.set()
-    thread.join(60)
+    thread.join(120)
     assert serves(model, 2)
 
 
@@ -379,8 +379,8 @@ def test_where_a_listener_forks_other_threads_of_the_child_do_not_wait_for_it(
     def work() -> bool:
         with ThreadPoolExecutor(1) as pool:  # the listener's own thread never returns
             with pytest.raises(StagingBusy):
-                pool.submit(model.swap, weight_file(2)).result(30)
-            pool.submit(model.close).result(30)
+                pool.submit(model.swap, weight_file(2)).result(120)
+            pool.submit(model.close).result(120)
         return True
 
     def fork(event: Event) -> None:

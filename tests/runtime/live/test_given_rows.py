@@ -592,7 +592,7 @@ def test_whatever_comes_between_a_tracker_leads_to_the_model(
             nonlocal published
             published = publish(model, tmp_path / "out", artifact, step=number, rows=tracker)
             if random.random() < 0.5:
-                packed = published.wait(60)
+                packed = published.wait(120)
                 assert packed.weights_id == id_of(model, artifact, tmp_path)
                 if packed.base in ("", served.weights_id):
                     served.swap(packed.path)
@@ -616,6 +616,6 @@ def test_whatever_comes_between_a_tracker_leads_to_the_model(
             steps[name]()
             kinds.append(served.history[-1].kind)
         if published is not None:
-            published.wait(60)
+            published.wait(120)
         swap(served)
         assert "delta" in kinds

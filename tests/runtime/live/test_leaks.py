@@ -63,7 +63,7 @@ def model_of(files: RichFiles, residency: str) -> Model:
 
 def settles(arenas: weakref.WeakSet[HostArena], most: int) -> bool:
     """Return whether no more arenas are alive, once the worker threads have released their last job."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while len(arenas) > most and time.monotonic() < deadline:
         time.sleep(0.001)
     return len(arenas) <= most

@@ -289,11 +289,11 @@ def test_a_staging_of_an_iterator_may_be_cancelled(tiny: TinyArtifact, weight_fi
         values = list(TinyArtifact.values(1).items())
         yield values[0]
         waits.set()
-        go_on.wait(30)
+        go_on.wait(120)
         yield from values[1:]
 
     staged = model.stage(items(), background=True)
-    assert waits.wait(30)
+    assert waits.wait(120)
     staged.cancel_soon()
     go_on.set()
     with pytest.raises(StageCancelled):

@@ -348,11 +348,11 @@ def test_a_forked_child_can_call_while_another_thread_is_counting(
     def hold() -> None:
         with collector._tallies.lock:
             held.set()
-            go_on.wait(60)
+            go_on.wait(120)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert held.wait(60)
+    assert held.wait(120)
     assert in_a_child(lambda: serves(model, 1) and scrape.by("calls_total", "outcome") == {("ok",): 1})
     go_on.set()
     thread.join()

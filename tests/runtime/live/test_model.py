@@ -158,13 +158,13 @@ def test_in_single_residency_a_commit_waits_for_pins_and_then_says_so(
     def hold() -> None:
         with model.pin() as session:
             pinned.set()
-            done.wait(10)
+            done.wait(120)
             assert torch.equal(session(X), TinyArtifact.eager(0, X))
             assert serves(model, 0)  # a plain call within a pin is let through, or the two would wait for each other
 
     holder = threading.Thread(target=hold)
     holder.start()
-    pinned.wait(10)
+    pinned.wait(120)
     with pytest.raises(WaitTimeout):
         model.swap(weight_file(1), timeout=0.05)
     assert serves(model, 0)

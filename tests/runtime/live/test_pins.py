@@ -18,7 +18,7 @@ def test_a_pin_is_waited_for_in_the_background(tiny: TinyArtifact, weight_file: 
         model.swap(weight_file(1))
         staged = model.stage(weight_file(2), background=True, timeout=0.05)
         with pytest.raises(WaitTimeout):
-            staged.wait(30)
+            staged.wait(120)
     model.stage(weight_file(2), background=True).commit()
     assert serves(model, 2)
 

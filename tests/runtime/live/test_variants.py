@@ -205,7 +205,7 @@ def test_the_least_recently_used_goes_and_those_in_use_stay(
     for thread in threads:
         held.inside.clear()
         thread.start()
-        assert held.inside.wait(30)
+        assert held.inside.wait(120)
     with pytest.raises(StagingBusy):
         model.add_variant("low", "d", files.path("low", 1))
     held.go_on.set()
@@ -222,7 +222,7 @@ def test_a_running_call_keeps_what_it_has_chosen(model: Model, files: Files, mon
     held = hold_calls(monkeypatch)
     thread = threading.Thread(target=lambda: found.append(model(X, variants={"low": "a"})))
     thread.start()
-    assert held.inside.wait(30)
+    assert held.inside.wait(120)
     replaced = model.add_variant("low", "a", files.path("low", 1))
     held.go_on.set()
     thread.join()

@@ -310,7 +310,7 @@ def test_streams_for_asyncio(one: Exported) -> None:
         return [token async for token in stream]
 
     with ThreadPoolExecutor(1) as thread:  # other tests leave a loop running in this one
-        found = thread.submit(lambda: asyncio.run(collect())).result(60)
+        found = thread.submit(lambda: asyncio.run(collect())).result(120)
     assert found == expected(one.models[0], [PROMPT], 8)[0]
 
 
@@ -327,7 +327,7 @@ def test_a_stream_is_closed_while_a_thread_is_within_a_step(one: Exported, monke
         stream.close()
 
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(lambda: asyncio.run(give_up())).result(60)
+        thread.submit(lambda: asyncio.run(give_up())).result(120)
     model.swap(one.files[1], timeout=0)
 
 

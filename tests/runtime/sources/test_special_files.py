@@ -153,7 +153,7 @@ def test_a_report_is_written_through_a_pipe(linked: bool, tmp_path: Path) -> Non
     reader = threading.Thread(target=lambda: read.append(existing.read_bytes()))
     reader.start()
     write_report(out if linked else existing, REPORT)
-    reader.join(60)
+    reader.join(120)
     assert read[0].startswith(b"<!doctype html>")
     assert read[0].rstrip().endswith(b"</html>")
     assert stat.S_ISFIFO(existing.lstat().st_mode)

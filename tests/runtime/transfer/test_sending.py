@@ -93,7 +93,7 @@ def test_what_was_sent_may_change_at_once(served: Model, sender: Sender) -> None
     for value in values.values():
         value.zero_()
     assert isinstance(sending, Sending)
-    sending.wait(20)
+    sending.wait(120)
     assert serves(served, 1)
 
 
@@ -136,11 +136,11 @@ def test_of_several_that_wait_the_latest_is_sent(served: Model, sender: Sender, 
         time.sleep(0.2)
         others = [sender.send(TinyArtifact.values(seed), wait=False) for seed in (2, 3, 4)]
         assert not first.done  # type: ignore[union-attr]
-    assert first.wait(20)  # type: ignore[union-attr, call-arg]
+    assert first.wait(120)  # type: ignore[union-attr, call-arg]
     for other in others[:2]:
         with pytest.raises(NotPromoted, check=because("superseded")):
-            other.wait(20)  # type: ignore[union-attr, call-arg]
-    others[2].wait(20)  # type: ignore[union-attr, call-arg]
+            other.wait(120)  # type: ignore[union-attr, call-arg]
+    others[2].wait(120)  # type: ignore[union-attr, call-arg]
     assert serves(served, 4)
     assert served.generation == 2
 
@@ -171,8 +171,8 @@ def test_what_an_interrupted_send_has_handed_over_is_sent_once(
         monkeypatch.undo()
         assert isinstance(superseded, Sending)
         with pytest.raises(NotPromoted):
-            superseded.wait(20)
-    first.wait(20)
+            superseded.wait(120)
+    first.wait(120)
     while not serves(served, 3):
         time.sleep(0.001)
     for seed in (4, 5, 6):
@@ -362,7 +362,7 @@ def test_another_user_is_refused(at: str, tmp_path: Path, tiny: TinyArtifact) ->
         "print(s.recv(4096).decode())"
     )
     done = subprocess.run(
-        [warm.python(), "-c", code, str(path)], capture_output=True, text=True, timeout=60, check=True
+        [warm.python(), "-c", code, str(path)], capture_output=True, text=True, timeout=120, check=True
     )
     assert "takes weights from processes of its own user alone" in done.stdout
 
@@ -429,7 +429,7 @@ def test_what_waits_is_sent_if_what_comes_later_is_refused(served: Model, receiv
             sender.send({"bias": torch.ones(5)})
     for sending in (first, second):
         assert isinstance(sending, Sending)
-    second.wait(20)  # type: ignore[union-attr, call-arg]
+    second.wait(120)  # type: ignore[union-attr, call-arg]
     assert serves(served, 2)
 
 

@@ -124,7 +124,7 @@ def test_a_staging_is_shown_and_broken_off(operator: Operator, open_page: OpenPa
         section(page, "staged").get_by_role("progressbar").wait_for()
         section(page, "staged").get_by_role("button", name="Abort").click()
         confirm(page, "Discard")
-        assert staging.result(20).status == 409
+        assert staging.result(120).status == 409
     wait(page, "staged", "Nothing is staged")
 
 

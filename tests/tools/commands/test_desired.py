@@ -168,7 +168,7 @@ def test_swap_follows_until_it_is_interrupted(tiny: TinyArtifact, service: Servi
         service.set(2)
         lines += lines_until(process, "committed")
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     assert [line.split()[0] for line in lines] == ["staging", "staged", "committed"] * 2
     done = subprocess.run(
         [*process.args[:-4], "--watch", "x", "--follow", "y"],  # type: ignore[index]

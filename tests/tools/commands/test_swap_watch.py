@@ -61,7 +61,7 @@ def test_the_command_prints_each_event_until_it_is_interrupted(
         directory.damaged(2)
         lines += lines_until(process, "skipped")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err) == (0, "", "")
     assert [line.split()[0].rstrip(":") for line in lines] == [
         *("staging", "staged", "committed"),
@@ -80,7 +80,7 @@ def test_events_are_lines_of_json_even_with_names_that_are_not_text(tiny: TinyAr
     with watch_command(tiny, *arguments) as process:
         lines = lines_until(process, "skipped")
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     documents = [json.loads(line) for line in lines]
     assert [document["kind"] for document in documents] == [

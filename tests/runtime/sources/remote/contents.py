@@ -50,7 +50,7 @@ def sharded(tiny: TinyArtifact, put: Callable[[str, bytes], object], index: str 
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

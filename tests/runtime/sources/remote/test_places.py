@@ -240,7 +240,7 @@ print(os.waitpid(pid, 0)[1])
 parent.check_unchanged()
 """
     head = f"import weightswap_runtime.sources.web as web\nweb.HEAD_BYTES = {DATA_START}\n"
-    done = subprocess.run([warm.python(), "-c", head + code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([warm.python(), "-c", head + code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines() == [
         f"{url}: was opened before this process was forked; open it again",
         "True",

@@ -38,7 +38,7 @@ def test_a_stalled_staging_is_cancelled_at_once(model: Model, weight_file: Write
 
 
 def test_a_staging_that_waits_for_its_first_answer_is_cancelled_at_once(model: Model, server: WebServer) -> None:
-    server.fault = lambda handler, request: server.released.wait(30)
+    server.fault = lambda handler, request: server.released.wait(120)
     staged = model.stage(f"{server.url}/v.safetensors", background=True)
     until(lambda: bool(server.requests))
     start = time.monotonic()
@@ -129,6 +129,6 @@ while not staged.progress.phase == "reading":
     time.sleep(0.01)
 time.sleep(0.2)
 """
-    done = subprocess.run([warm.python(), "-e", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([warm.python(), "-e", "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert any(map(is_data, server.requests))
