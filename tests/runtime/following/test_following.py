@@ -332,7 +332,7 @@ def test_what_is_withdrawn_gives_way_to_the_last_good_weights(model: Model, serv
         assert follower.wait(120)
         state = service.desired_store.rollback(revision=3)
         assert eventually(lambda: serves(model, 1))
-        assert isinstance(follower.last_error, NonFiniteWeights)
+        assert eventually(lambda: isinstance(follower.last_error, NonFiniteWeights))
         assert (follower.status.revision, follower.agrees) == (state.revision, False)
 
 

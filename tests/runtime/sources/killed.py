@@ -20,7 +20,7 @@ from weightswap_exporter import pack, publish
 from weightswap_runtime import load, merge_deltas, write_delta
 from weightswap_runtime.sources.writing import remove_abandoned
 
-LONGEST = 0.03  # seconds before a kill
+LONGEST = 0.03  # seconds before a kill, in the first rounds
 
 
 def writers(files: RichFiles, folder: Path) -> dict[str, Callable[[], object]]:
@@ -68,9 +68,9 @@ def main() -> None:
     kinds = ["delta", "merge", "packe", "step-"]
     for number in range(40 * rounds):
         if number >= rounds and finished_kinds(folder / "out") == kinds and interrupted >= rounds // 4:
-            break  # a busy machine needs more rounds until each writer has finished once and enough were interrupted
+            break  # a busy machine needs more rounds, and longer ones, until each writer has finished once
         for write in writers(files, folder / "out").values():
-            killed(write, choose.random() * LONGEST)
+            killed(write, choose.random() * LONGEST * (1 + number // rounds))
             for path in finished(folder / "out"):
                 model.swap(files.full[0])
                 model.swap(path)
