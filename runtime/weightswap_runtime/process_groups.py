@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from .decoding import from_json
 from .errors import TransferFailed, Unsupported
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class Members:
             most = max(int.from_bytes(length, "little") for length in self.gather(len(raw).to_bytes(8, "little")))
             if most > MOST_DOCUMENT:
                 raise ValueError(f"a message of {most} bytes")
-            return [msgspec.json.decode(each, type=type(document)) for each in self.gather(raw.ljust(most))]
+            return [from_json(each, type(document)) for each in self.gather(raw.ljust(most))]
         except Exception as error:
             raise self.fail(error) from error
 

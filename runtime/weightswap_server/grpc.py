@@ -18,6 +18,7 @@ import msgspec
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
+from weightswap_runtime.decoding import converted
 from weightswap_runtime.errors import brief
 from weightswap_runtime.tensors import TensorBytes, as_array
 from weightswap_server.canary import HEADER
@@ -259,7 +260,7 @@ def _prompt(request: Any, most: int) -> GenerateRequest:
         if not name.startswith("triton_")
     }
     try:
-        parameters = msgspec.convert(values, GenerateParameters)
+        parameters = converted(values, GenerateParameters)
     except msgspec.ValidationError as error:
         raise BadRequest(f"parameters: {error}") from error
     return GenerateRequest(None, as_array(ids).reshape(-1).tolist(), request.id, parameters)

@@ -18,6 +18,7 @@ import numpy as np
 from msgspec import Meta, Raw, Struct
 from numpy.typing import NDArray
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import brief
 from weightswap_runtime.tensors import DTYPES, TensorBytes, array_content, as_array, has_fractions, numpy_dtype
 
@@ -263,7 +264,7 @@ def _check_structure(head: bytes) -> None:
 def decoded(document: bytes | memoryview, kind: type[T]) -> T:
     """Decode a JSON document of a request. Raises BadRequest."""
     try:
-        return msgspec.json.decode(document, type=kind)
+        return from_json(document, kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise BadRequest(f"the request's JSON: {error}") from error
 
@@ -390,7 +391,7 @@ def _values(numbers: bytes, kind: Any) -> Iterator[list[Any]]:
     while begin < len(numbers):
         end = numbers.find(b",", begin + 4 * _PIECE)
         end = len(numbers) if end < 0 else end
-        yield msgspec.json.decode(b"[%s]" % numbers[begin:end], type=list[kind])
+        yield from_json(b"[%s]" % numbers[begin:end], list[kind])
         begin = end + 1
 
 

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import ArtifactError, Unsupported, listed
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import Manifest
@@ -112,7 +113,7 @@ def read_package(artifact: Artifact, target: str, method: str) -> Package:
             members = archive.namelist()
             (note_name,) = (member for member in members if member.endswith(f"/{NOTE_NAME}"))
             (library_name,) = (member for member in members if member.endswith(LIBRARY_SUFFIX))
-            note = msgspec.json.decode(archive.read(note_name), type=Note)
+            note = from_json(archive.read(note_name), Note)
             package = Package(where, note, archive.read(library_name))
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OSError) as error:
         raise ArtifactError(f"{where}: is not a package ({error}). {advice}") from error

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import (
     BaseMismatch,
     DesiredError,
@@ -102,13 +103,13 @@ def decode(raw: bytes | None, where: str) -> DesiredState:
     if raw is None:
         return DesiredState()
     try:
-        version = msgspec.json.decode(raw, type=_Versioned).desired_version
+        version = from_json(raw, _Versioned).desired_version
         if version not in (None, FORMAT_VERSION):
             raise DesiredError(
                 f"{where}: format version {version}; this runtime reads {FORMAT_VERSION}. Install the weightswap that "
                 "wrote it."
             )
-        state = msgspec.json.decode(raw, type=DesiredState)
+        state = from_json(raw, DesiredState)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise DesiredError(
             f"{where}: not a desired state ({error}). Put back the last one that weightswap wrote, or remove it, set "

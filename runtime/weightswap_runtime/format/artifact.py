@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import ArtifactError, OutOfMemory, Unsupported, WeightFileError
 from weightswap_runtime.sources.location import Location, Url, as_location, is_url
 from weightswap_runtime.sources.opening import read_small
@@ -79,7 +80,7 @@ class Artifact:
         if PARTS_NAME not in self.manifest.files:
             return {}
         try:
-            return msgspec.json.decode(self.read(PARTS_NAME), type=dict[str, dict[str, Any]])
+            return from_json(self.read(PARTS_NAME), dict[str, dict[str, Any]])
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ArtifactError(f"{self.path / PARTS_NAME}: not the kinds of tensors ({error}). {_AGAIN}") from error
 

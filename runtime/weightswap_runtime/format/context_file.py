@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import (
     ContextError,
     OutOfMemory,
@@ -131,7 +132,7 @@ def _read(source: ByteSource, where: str, rows: Sequence[NamedTensor], graph_id:
 
 def _stamp(metadata: Mapping[str, str], where: str) -> ContextStamp:
     try:
-        stamp = msgspec.json.decode(metadata.get(METADATA_KEY, ""), type=ContextStamp)
+        stamp = from_json(metadata.get(METADATA_KEY, ""), ContextStamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ContextError(f"{where}: is not a context that Context.save() wrote ({error})", reason="file") from error
     if stamp.context_version != _FORMAT_VERSION:

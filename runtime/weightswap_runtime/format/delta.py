@@ -19,6 +19,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from weightswap_runtime.byte_ranges import ByteRanges
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import (
     DigestMismatch,
     GraphMismatch,
@@ -72,7 +73,7 @@ def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
     if text is None:
         return None
     try:
-        stamp = msgspec.json.decode(text, type=DeltaStamp)
+        stamp = from_json(text, DeltaStamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise WeightFileError(
             f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}", reason="damaged"

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import InputMismatch, Unsupported, WeightFileError, listed
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import Location, Url, as_location
@@ -218,14 +219,14 @@ def _record(metadata: Mapping[str, str], where: str) -> GoldensRecord:
             f"{where}: has no `{METADATA_KEY}` metadata, so it holds no goldens. {_AGAIN}", reason="damaged"
         )
     try:
-        version = msgspec.json.decode(text, type=Versioned).number
+        version = from_json(text, Versioned).number
         if version is not None and version != FORMAT_VERSION:
             raise WeightFileError(
                 f"{where}: goldens of format version {version}; this runtime reads {FORMAT_VERSION}. "
                 "Install the weightswap that wrote them, or record them again.",
                 reason="damaged",
             )
-        return msgspec.json.decode(text, type=GoldensRecord)
+        return from_json(text, GoldensRecord)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise WeightFileError(
             f"{where}: its `{METADATA_KEY}` metadata is invalid ({error}). {_AGAIN}", reason="damaged"

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 from blake3 import blake3
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import ArtifactError, listed
 from weightswap_runtime.tensors import DIGEST, DTYPES, describe, is_valid, nbytes
 
@@ -238,13 +239,13 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
     """
     advice = "Export the artifact again, or copy it again."
     try:
-        version = msgspec.json.decode(raw, type=Versioned).number
+        version = from_json(raw, Versioned).number
         if version is not None and not FORMAT_VERSION <= version <= RANKS_VERSION:
             raise ArtifactError(
                 f"{where}: format version {version}; this runtime reads {FORMAT_VERSION} to {RANKS_VERSION}. "
                 f"Install the weightswap that wrote it, or export again."
             )
-        manifest = msgspec.json.decode(raw, type=Manifest)
+        manifest = from_json(raw, Manifest)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ArtifactError(f"{where}: not a weightswap manifest ({error}). {advice}") from error
     problems = list(islice(_problems(manifest), _MOST_PROBLEMS))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import WeightFileError, WeightsMismatch
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _settings(raw: bytes, depth: int) -> dict[str, Any]:
     million lists. Raises ValueError."""
     found: dict[str, Any] = {}
     rotation: dict[str, Any] = {}
-    for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+    for name, value in from_json(raw, dict[str, msgspec.Raw]).items():
         text = bytes(value)
         if name.endswith("config") and text.startswith(b"{"):
             found |= {name: _settings(text, depth - 1)} if depth else {}

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from weightswap_runtime.decoding import converted, from_json
 from weightswap_runtime.errors import Unsupported, WeightFileError, WeightsMismatch, listed
 from weightswap_runtime.sources.location import Location, folder_behind
 from weightswap_runtime.sources.opening import read_small
@@ -75,8 +76,8 @@ def read_config(folder: Location) -> Config | None:
     if raw is None:
         return None
     try:
-        fields = msgspec.json.decode(raw, type=dict[str, Any])
-        config = msgspec.convert(fields, Config)
+        fields = from_json(raw, dict[str, Any])
+        config = converted(fields, Config)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise WeightFileError(f"{where}: is not a PEFT configuration ({error})") from error
     if not all(0 < rank < 1 << 31 for rank in (config.r, *(config.rank_pattern or {}).values())):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 from blake3 import blake3
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import WeightFileError, brief, listed
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url, as_location
@@ -398,7 +399,7 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
     if text is None:
         return None
     try:
-        stamp = msgspec.json.decode(text, type=Stamp)
+        stamp = from_json(text, Stamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         if holds_goldens(header.metadata):  # inputs alone, without a weights id
             return None
@@ -451,7 +452,7 @@ def _fits_blocks(text: str, tensor: FileTensor | None) -> bool:
 def holds_goldens(metadata: Mapping[str, str]) -> bool:
     """Return True if a file holds recorded calls instead of weights."""
     try:
-        return "cases" in msgspec.json.decode(metadata.get(METADATA_KEY, ""), type=dict[str, msgspec.Raw])
+        return "cases" in from_json(metadata.get(METADATA_KEY, ""), dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return False
 

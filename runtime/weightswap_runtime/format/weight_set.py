@@ -17,6 +17,7 @@ from typing import Annotated, NamedTuple, Self
 
 import msgspec
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import WeightFileError, listed
 from weightswap_runtime.sources.arriving import Arriving
 from weightswap_runtime.sources.byte_source import ByteSource, Check, LocalFile
@@ -357,7 +358,7 @@ def read_index(index: Location, suffix: str, check: Check | None = None, most: i
     if raw is None:
         raise WeightFileError(f"{index}: cannot be opened (no such file)")
     try:
-        weight_map = msgspec.json.decode(raw, type=_Index).weight_map
+        weight_map = from_json(raw, _Index).weight_map
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise WeightFileError(f"{index}: not an index of {suffix[1:]} shards ({error}). {_AGAIN}") from error
     if not weight_map:
@@ -441,7 +442,7 @@ def _open_parts(location: Location, names: Sequence[str], check: Check | None, m
 def _saved_offsets(file: WeightFile) -> dict[str, tuple[int, ...]]:
     text = file.header.metadata.get(_OFFSETS_KEY, "{}")
     try:
-        saved = msgspec.json.decode(text, type=dict[str, _Saved])
+        saved = from_json(text, dict[str, _Saved])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise _no_offsets(file, str(error)) from error
     return {name: entry.saved_offsets for name, entry in saved.items()}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from blake3 import blake3
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import RanksLost, RanksRefused, Unsupported, is_number, text_of
 from weightswap_runtime.process_groups import Members
 from weightswap_runtime.threads import Background
@@ -187,9 +188,7 @@ class Ranks:
 
     def _gather(self, vote: Vote) -> list[Vote]:
         """Tell all ranks a vote, and return those of all. Raises RanksLost."""
-        return self.exchange(
-            lambda tell: [msgspec.json.decode(raw.rstrip(b"\0"), type=Vote) for raw in tell(_encoded(vote))]
-        )
+        return self.exchange(lambda tell: [from_json(raw.rstrip(b"\0"), Vote) for raw in tell(_encoded(vote))])
 
     def exchange(self, work: Callable[[Callable[[bytes], list[bytes]]], T]) -> T:
         """Return what some work returns, with a function that tells all ranks bytes, as many on each, and returns those

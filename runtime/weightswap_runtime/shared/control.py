@@ -23,6 +23,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from weightswap_runtime.decoding import from_msgpack
 from weightswap_runtime.errors import WeightFileError
 from weightswap_runtime.format.identity import Counts, Identity
 from weightswap_runtime.live.receipt import SwapReceipt
@@ -249,7 +250,7 @@ def read_trial(control: Control, trial: int) -> Summary | None:
 
 def _read(control: Control, number: int, kind: type[D]) -> D | None:
     record = control.descriptions[number % 2].read()
-    return msgspec.msgpack.decode(record, type=kind) if record else None
+    return from_msgpack(record, kind) if record else None
 
 
 def write_history(control: Control, receipts: Iterable[SwapReceipt]) -> None:
@@ -270,4 +271,4 @@ def read_history(control: Control) -> list[SwapReceipt]:
 
 def _histories(control: Control) -> list[_History]:
     records = [cell.read() for cell in control.histories]
-    return [msgspec.msgpack.decode(record, type=_History) for record in records if record]
+    return [from_msgpack(record, _History) for record in records if record]

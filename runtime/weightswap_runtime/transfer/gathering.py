@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from blake3 import blake3
 
+from weightswap_runtime.decoding import converted
 from weightswap_runtime.errors import DigestMismatch, WeightsMismatch
 from weightswap_runtime.format.canonical import pack_ranges, render_header
 from weightswap_runtime.live.receipt import SwapReceipt
@@ -196,7 +197,7 @@ def _give(members: Members, joined: Joined, content: Mapping[str, memoryview]) -
     outcome = members.gather_documents(Outcome())[0]
     if outcome.refusal is not None:
         raise outcome.refusal.as_error()
-    return msgspec.convert(outcome.receipt, SwapReceipt)
+    return converted(outcome.receipt, SwapReceipt)
 
 
 class Gathering:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from weightswap_runtime.decoding import converted
 from weightswap_runtime.errors import TransferFailed
 from weightswap_runtime.jobs import Job
 from weightswap_runtime.live.receipt import SwapReceipt
@@ -89,7 +90,7 @@ class GroupLink(Link):
         refusal = refusal or next((each.refusal for each in outcomes if each.refusal is not None), None)
         if refusal is not None:
             raise refusal.as_error()
-        return msgspec.convert(outcomes[0].receipt, SwapReceipt)
+        return converted(outcomes[0].receipt, SwapReceipt)
 
     def idle(self) -> None:
         """Tell the others that there is nothing to send."""

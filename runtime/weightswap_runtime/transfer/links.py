@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from weightswap_runtime.decoding import converted
 from weightswap_runtime.errors import GraphMismatch, StagingBusy, TransferFailed, Unsupported, seconds_left
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import printable
@@ -71,7 +70,7 @@ class UnixLink(Link):
             outcome = self._offer(weights_id, parcel, deadline)
         if outcome.refusal is not None:
             raise outcome.refusal.as_error()
-        return msgspec.convert(outcome.receipt, SwapReceipt)
+        return converted(outcome.receipt, SwapReceipt)
 
     def _offer(self, weights_id: str, parcel: Parcel, deadline: float) -> Outcome:
         channel = self._connected(deadline)
@@ -143,7 +142,7 @@ class HttpLink(Link):
             raise _reason(error) from error
         except (AdminUnreachable, TimeoutError) as error:
             raise TransferFailed(*error.args) from error
-        return msgspec.convert(answer["receipt"], SwapReceipt)
+        return converted(answer["receipt"], SwapReceipt)
 
     def _greet(self, timeout: float) -> str:
         """Return the name of the model to send to. Raises GraphMismatch and Unsupported."""

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from weightswap_runtime import errors
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import SwapError, TransferFailed, Unsupported, WeightswapError, reason_of, seconds_left
 from weightswap_runtime.live.receipt import SwapReceipt
 
@@ -166,7 +167,7 @@ class Channel:
         line, _, rest = self._received.partition(b"\n")
         self._received = bytearray(rest)
         try:
-            return msgspec.json.decode(line, type=kind)
+            return from_json(line, kind)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise TransferFailed(f"a message that is not understood ({error})") from error
 

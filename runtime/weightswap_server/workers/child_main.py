@@ -26,6 +26,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.owner import Segment, own
@@ -197,7 +198,7 @@ class ManagerConnection:
     def __init__(self, descriptor: int) -> None:
         with socket.socket(fileno=descriptor) as connection:
             self._stream = connection.makefile("rwb")  # keeps the socket open
-        self.task = msgspec.json.decode(self._stream.readline(), type=ChildTask)
+        self.task = from_json(self._stream.readline(), ChildTask)
         self.closed = Event()
         self.on_tried: Callable[[str], object] = lambda _: None
         self._send_lock = Lock()
@@ -211,7 +212,7 @@ class ManagerConnection:
     def _listen(self) -> None:
         with suppress(OSError, msgspec.DecodeError):
             while raw := self._stream.readline():
-                message = msgspec.json.decode(raw, type=Message)
+                message = from_json(raw, Message)
                 (self.on_tried if message.kind == "tried" else self._answers.put)(message.text)
         self.closed.set()
         self._answers.put("")
@@ -227,7 +228,7 @@ class ManagerConnection:
 
     def processes(self) -> list[Process]:
         """Return all processes; none if the manager has ended."""
-        return msgspec.json.decode(self._request(Message("processes")) or "[]", type=list[Process])
+        return from_json(self._request(Message("processes")) or "[]", list[Process])
 
     def send_source(
         self, name: str, watch: str | None = None, follow: str | None = None, interval: float = 5.0

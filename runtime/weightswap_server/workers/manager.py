@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.errors import Unsupported, WeightswapError, is_number
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.memory.device_memory import HOST
@@ -315,7 +316,7 @@ class Child:
     async def _receive(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while raw := await reader.readline():
-                message = msgspec.json.decode(raw, type=Message)
+                message = from_json(raw, Message)
                 if message.kind == "failed":
                     self._failure = message.text
                 elif message.kind == "ready":
@@ -323,7 +324,7 @@ class Child:
                 elif message.kind == "alive":
                     self._set_alive()
                     self.status = msgspec.structs.replace(
-                        msgspec.json.decode(message.text, type=Process), since=self.status.since, heard=time.time()
+                        from_json(message.text, Process), since=self.status.since, heard=time.time()
                     )
                 elif message.kind == "tried":
                     self._pass_on(raw)
@@ -338,10 +339,10 @@ class Child:
     def _keep_for_next(self, message: Message) -> None:
         """Keep the sources or journals of this process for the one that replaces it."""
         if message.kind == "sources":
-            sources = msgspec.json.decode(message.text, type=dict[str, ModelSource])
+            sources = from_json(message.text, dict[str, ModelSource])
             self._task = msgspec.structs.replace(self._task, sources={**self._task.sources, **sources})
         else:
-            journals = msgspec.json.decode(message.text, type=dict[str, JournalState])
+            journals = from_json(message.text, dict[str, JournalState])
             self._task = msgspec.structs.replace(self._task, journals={**self._task.journals, **journals})
 
     def _count(self, pid: int, message: Message, writer: asyncio.StreamWriter) -> None:

@@ -9,6 +9,7 @@ from threading import Lock
 
 import msgspec
 
+from weightswap_runtime.decoding import from_msgpack
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.owner import begin_trial
@@ -27,7 +28,7 @@ class TrialMeasures(msgspec.Struct, frozen=True):
 
 def read_measures(text: str) -> TrialMeasures:
     """Decode a text of `WorkerTrials.drain`."""
-    return msgspec.msgpack.decode(b64decode(text), type=TrialMeasures)
+    return from_msgpack(b64decode(text), TrialMeasures)
 
 
 class OwnerTrials:
@@ -90,7 +91,7 @@ class _WorkerTrial:
             if word != self._seen:
                 self._served.end_canary()
                 if (trial := self._model.find_trial(word)) is not None:
-                    self._served.set_canary(trial, msgspec.msgpack.decode(trial.terms, type=CanaryPlan))
+                    self._served.set_canary(trial, from_msgpack(trial.terms, CanaryPlan))
                 self._seen = word
 
     def drain(self) -> TrialMeasures | None:

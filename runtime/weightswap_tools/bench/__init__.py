@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from weightswap_runtime.decoding import from_json
 from weightswap_runtime.engines.choosing import ENGINES, available_engines, choose_engine, compiled_methods
 from weightswap_runtime.engines.engine import AUTO
 from weightswap_runtime.errors import Unsupported
@@ -267,7 +268,7 @@ def _run(request: BenchRequest) -> EngineBench:
         last = (process.stderr.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
         text = f"the measuring process exited with status {process.returncode}: {last}"
         return EngineBench(engine=request.engine, residency=request.residency, failed=text)
-    return msgspec.json.decode(process.stdout.splitlines()[-1], type=EngineBench)
+    return from_json(process.stdout.splitlines()[-1], EngineBench)
 
 
 def measure(request: BenchRequest) -> EngineBench:
@@ -376,7 +377,7 @@ def _swap(model: Model, weights: str) -> SwapTimes:
 
 def main() -> None:
     """Measure what standard input asks for."""
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=BenchRequest)
+    request = from_json(sys.stdin.buffer.read(), BenchRequest)
     try:
         result = measure(request)
     except Exception as error:  # also of operators; the parent process prints it

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from blake3 import blake3
 
+from weightswap_runtime.decoding import converted
 from weightswap_runtime.errors import GraphMismatch, Unsupported, duration, percent
 from weightswap_runtime.following.desired_state import SHOWN
 from weightswap_runtime.format.delta import delta_stamp
@@ -133,7 +133,7 @@ def print_change(response: dict[str, Any], as_json: bool, *, commits: bool) -> N
     if as_json:
         print_json(response)
     elif receipt is not None:
-        print_receipt(msgspec.convert(receipt, SwapReceipt))
+        print_receipt(converted(receipt, SwapReceipt))
     else:
         _print(status)
     if commits and receipt is None:
