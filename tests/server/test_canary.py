@@ -26,11 +26,21 @@ from tests.support.served import INFER, X, as_json, ask, await_queued, before_ca
 from tests.support.storm import storm
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.support.watched import eventually
-from weightswap_runtime import DesiredStore, InputMismatch, Model, StageClosed, Staged, UnknownName, Unsupported, load
+from weightswap_runtime import (
+    DesiredStore,
+    InputMismatch,
+    Model,
+    StageClosed,
+    Staged,
+    StagingBusy,
+    UnknownName,
+    Unsupported,
+    load,
+)
 from weightswap_runtime.tensors import array_content
 from weightswap_server import ServedMethod
 from weightswap_server.admin.app import CHANGES
-from weightswap_server.admin.documents import CanaryRequest
+from weightswap_server.admin.documents import CanaryRequest, CommitRequest, StageRequest
 from weightswap_server.admin.operations import ModelOperations
 from weightswap_server.canary import (
     CanaryAnalysis,
@@ -288,6 +298,30 @@ def test_the_reason_of_a_canary_of_what_is_staged_is_kept(operator: Operator) ->
     assert operator.status["served"]["why"] == "let it decide (canary: requests >= 0)"
 
 
+@pytest.mark.parametrize("rule", ["promote_if", "abort_if"])
+def test_a_rule_decides_nothing_while_an_operator_commits(
+    operator: Operator, desired_store: DesiredStore, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator.follow(desired_store)
+    begin(operator, 2, **{rule: "served_requests >= 1"})
+    assert operator.server.admin is not None
+    operations, write = operator.server.admin.models["tiny"], DesiredStore.set
+
+    def late(self: DesiredStore, *arguments: Any, **options: Any) -> Any:
+        answer(operator)
+        assert operations.served.canary is not None
+        assert operations.served.canary.verdict() == (rule.removesuffix("_if"), "served_requests >= 1")
+        assert operations.verdict() is None
+        with pytest.raises((StageClosed, StagingBusy)):
+            operations.act_on(rule.removesuffix("_if"), "served_requests >= 1")
+        return write(self, *arguments, **options)
+
+    monkeypatch.setattr(DesiredStore, "set", late)
+    assert operator.change("commit", why="it is better").status == 200
+    assert (operator.serves(2), operator.status["served"]["why"]) == (True, "it is better")
+    assert operator.history["refusals"] == []
+
+
 def test_a_verdict_is_about_the_canary_that_it_was_told_of(operator: Operator) -> None:
     """If an operator replaces the canary before a verdict is obeyed, the new one is promoted by its own rule alone."""
     assert operator.server.admin is not None
@@ -363,14 +397,46 @@ def test_the_command(operator: Operator) -> None:
     assert re.search(r"errors │? ?0 %", table), table
     assert re.search(r"p50 │? ?[\d.]+ (ms|µs)", table), table
     canary("--promote-if", "requests >= 0", status=2)  # of no canary
-    canary("--wait", "--abort", status=2)
+    assert "not promoted: it was discarded" in canary("--wait", "--abort", status=1).stderr
+    for end in ("--abort", "--promote"):
+        assert f"no canary to {end[2:]}" in canary(end, status=2).stderr
     ends = ("--share", "0.5", "--abort-if", "requests >= 0", "--wait")
     assert "not promoted: requests >= 0: requests 0" in canary(operator.file(2), "--point", *ends, status=1).stderr
     done = canary(operator.file(2), "--point", "--promote-if", "requests >= 0", "--wait", "--json")
     assert json.loads(done.stdout)["served"]["generation"] == 1
     canary(operator.file(3), "--point")
-    assert "why         it is better\n" in canary("--promote", "--why", "it is better").stdout
+    assert "why         it is better\n" in canary("--promote", "--wait", "--why", "it is better").stdout
     assert operator.serves(3)
+
+
+def test_the_command_promotes_nothing_but_a_canary(operator: Operator) -> None:
+    operator.change("stage", 2)
+    for end in ("--promote", "--abort"):
+        run("canary", operator.where, end, status=2)
+    assert operator.status["staged"]["ready"]
+    assert operator.serves(1)
+
+
+def test_the_command_promotes_what_the_desired_store_then_desires(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(operator, 2)
+    monkeypatch.setitem(CHANGES, "commit", (CommitRequest, lambda *_: None))  # it is not served yet
+    assert "not served yet" in run("canary", operator.where, "--promote", status=1).stderr
+
+
+def test_the_command_waits_for_its_own_canary(operator: Operator) -> None:
+    """What became of an earlier one, or is served after it, is no answer."""
+    aborted = ("--share", "0.5", "--abort-if", "requests >= 0", "--wait")
+    run("canary", operator.where, operator.file(2), "--point", *aborted, status=1)
+    waiting = ("canary", operator.where, operator.file(3), "--point", "--abort-if", "", "--wait")
+    with ThreadPoolExecutor(1) as pool:
+        for ends, status in ((["discard"], 1), (["commit", "swap"], 0)):
+            done = pool.submit(run, *waiting, status=status)
+            assert eventually(lambda: operator.status["canary"] is not None)
+            for end in ends:
+                assert operator.change(end, 4 if end == "swap" else None).status == 200
+            assert ("not promoted: it was discarded" in done.result(60).stderr) == (status == 1)
 
 
 @pytest.mark.parametrize(("rule", "status"), [("--promote-if", 0), ("--abort-if", 1)])
@@ -387,6 +453,36 @@ def test_the_command_waits_for_a_canary_that_ended_before_its_answer(
     monkeypatch.setitem(CHANGES, "canary", (CanaryRequest, start_and_end))
     run("canary", operator.where, operator.file(2), "--point", rule, "requests >= 0", "--wait", status=status)
     assert operator.serves(2 if status == 0 else 1)
+
+
+def test_the_reason_of_a_canary_is_there_when_a_rule_promotes_it_at_once(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert operator.server.admin is not None
+    operations = operator.server.admin.models["tiny"]
+    start, whys = operations.served.start_canary, []
+
+    def start_and_look(*arguments: Any) -> Any:
+        canary = start(*arguments)
+        whys.append(operator.status["staged"]["why"])
+        return canary
+
+    monkeypatch.setattr(operations.served, "start_canary", start_and_look)
+    operator.change("stage", 2, why="staged")
+    operator.change("canary", why="try it")
+    assert whys == ["try it"]
+    assert operator.change("canary", why="again", share=0.5, promote_if="nothing > 0").status == 400
+    assert operator.status["staged"]["why"] == "try it"
+
+
+def test_a_push_that_is_no_longer_staged_at_its_answer(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stage_and_end(self: ModelOperations, *arguments: Any) -> None:
+        self.stage(*arguments)
+        self.discard(StageRequest(source=""), "ana")
+
+    monkeypatch.setitem(CHANGES, "stage", (StageRequest, stage_and_end))
+    refused = run("push", operator.where, operator.file(2), "--point", "--stage", status=1)
+    assert "committed or discarded since" in refused.stderr
 
 
 times = st.lists(st.tuples(st.floats(0, 5, allow_nan=False), st.sampled_from([0.0, 0.5, None])), max_size=30)

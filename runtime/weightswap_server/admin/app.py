@@ -366,7 +366,7 @@ class _EventStream:
         with_load: also yield `load`, first with the points of the last minutes, then with each new one and a `status`.
         """
         seen = {name: operations.journal.last_event for name, operations in self._models.items()}
-        sent_until = dict.fromkeys(self._models, 0.0) if with_load else {}
+        sent_until = dict.fromkeys(self._models, 0) if with_load else {}
         sent_at = time.monotonic()
         yield event_line("status", await in_thread(self._server_status))
         while not self._ended():
@@ -396,12 +396,12 @@ class _EventStream:
             if (progress := operations.model.progress) is not None
         ]
 
-    def _loads(self, sent_until: dict[str, float]) -> list[bytes]:
+    def _loads(self, sent_until: dict[str, int]) -> list[bytes]:
         lines = []
-        for name, moment in sent_until.items():
-            if points := self._load.after(name, moment):
-                sent_until[name] = points[-1].time
-                lines.append(event_line("load", {"model": name, "points": points}))
+        for name, number in sent_until.items():
+            if points := self._load.after(name, number):
+                sent_until[name] = points[-1][0]
+                lines.append(event_line("load", {"model": name, "points": [point for _, point in points]}))
         return lines
 
 

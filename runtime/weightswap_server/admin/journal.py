@@ -267,19 +267,21 @@ class LoadSeries:
         """metrics: returns the metrics so far. models: by model, the names that requests use."""
         self._metrics = metrics
         self._models = {name: frozenset(names) for name, names in models.items()}
-        self._points: dict[str, deque[LoadPoint]] = {name: deque(maxlen=KEPT) for name in models}
+        self._points: dict[str, deque[tuple[int, LoadPoint]]] = {name: deque(maxlen=KEPT) for name in models}
+        self._numbers = count(1)
         self._at, self._totals = time.monotonic(), _totals(metrics())
 
     def sample(self) -> None:
         """Add a point to each model."""
         before, began = self._totals, self._at
         self._totals, self._at = _totals(self._metrics()), time.monotonic()
+        number = next(self._numbers)
         for model, names in self._models.items():
-            self._points[model].append(_point(before, self._totals, names, self._at - began))
+            self._points[model].append((number, _point(before, self._totals, names, self._at - began)))
 
-    def after(self, model: str, moment: float) -> list[LoadPoint]:
-        """Return the points after a time, oldest first."""
-        return [point for point in list(self._points[model]) if point.time > moment]
+    def after(self, model: str, number: int) -> list[tuple[int, LoadPoint]]:
+        """Return the points after the one with that number, oldest first; their times may go back, as clocks do."""
+        return [each for each in list(self._points[model]) if each[0] > number]
 
 
 class LoadPoint(Struct, kw_only=True):

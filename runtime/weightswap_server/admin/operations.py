@@ -170,10 +170,7 @@ class ModelOperations:
         plan = CanaryPlan(request.share, request.shadow, request.tolerance, request.promote_if, request.abort_if)
         check_plan(plan)
         if request.source is None:
-            change = self._committable()
-            weights_id = self._start_canary(change, plan)
-            change.request = msgspec.structs.replace(change.request, why=request.why or change.request.why)
-            return weights_id
+            return self._start_canary(self._committable(), plan, request.why)
         change = self._stage(request.staging(request.source), by, swapping=False)
         try:
             return self._start_canary(change, plan)
@@ -330,8 +327,9 @@ class ModelOperations:
 
     def verdict(self) -> tuple[str, str] | None:
         """Return "abort" or "promote" with the canary's rule that holds, or None."""
-        canary = self.served.canary
-        return canary.verdict() if canary is not None else None
+        change, canary = self._change, self.served.canary
+        is_ready = change is not None and change.phase == "ready"  # else an operator commits it already
+        return canary.verdict() if canary is not None and is_ready else None
 
     def act_on(self, verdict: str, rule: str) -> SwapReceipt | None:
         """Commit a canary or discard it, as its rule says. If the commit is refused, it is discarded.
@@ -344,7 +342,8 @@ class ModelOperations:
         try:
             if verdict == "promote":
                 return self._commit(change, Change(why=with_rule(change.request.why, f"canary: {rule}")), change.by)
-            self.journal.refuse(_aborted(change, rule, canary.values()))
+            with self._changes.ready(change):  # raises StageClosed if it was committed meanwhile
+                self.journal.refuse(_aborted(change, rule, canary.values()))
         finally:
             self._changes.drop(change)
         return None
@@ -446,10 +445,16 @@ class ModelOperations:
             raise StagingBusy(f"{self.name}: still {phase}; wait until it is staged")
         return change
 
-    def _start_canary(self, change: _StagedChange, plan: CanaryPlan) -> str:
+    def _start_canary(self, change: _StagedChange, plan: CanaryPlan, why: str = "") -> str:
         with self._changes.ready(change):
             self.served.end_canary()
-            self.served.start_canary(change.weights, plan)
+            before = change.request
+            change.request = msgspec.structs.replace(before, why=why or before.why)  # a rule may promote it at once
+            try:
+                self.served.start_canary(change.weights, plan)
+            except BaseException:
+                change.request = before
+                raise
             return change.weights.weights_id
 
     def _commit(self, change: _StagedChange, request: Change, by: str, promotes: bool = False) -> SwapReceipt | None:

@@ -14,7 +14,7 @@ import typer
 from blake3 import blake3
 
 from weightswap_runtime.decoding import converted
-from weightswap_runtime.errors import GraphMismatch, Unsupported, duration, percent
+from weightswap_runtime.errors import GraphMismatch, StageClosed, Unsupported, duration, percent
 from weightswap_runtime.following.desired_state import SHOWN
 from weightswap_runtime.format.delta import delta_stamp
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SIGNATURE_SUFFIX, SUFFIX, goldens_path, open_weights
@@ -118,10 +118,26 @@ def push(
             request |= {"source": _source_of(weights)} if point else _upload(client, name, weights, allow_other_graph)
             with staging_progress(client, name):
                 response = client.post(f"/admin/models/{name}/{what}", request)
+        staged = _staged_id(response, request.get("expect")) if stage else None
         if stage and not as_json:
-            say(f"staged      {response['status']['staged']['weights_id']}")
+            say(f"staged      {staged}")
         else:
             print_change(response, as_json, commits=not stage)
+
+
+def _staged_id(response: dict[str, Any], expected: str | None) -> str:
+    """Return the weights id of what was just staged. Raises StageClosed if that is not staged any more.
+
+    expected: its weights id, if it is known.
+    """
+    status = response["status"]
+    staged = status["staged"] or {"ready": False}
+    if not staged["ready"] or expected not in (None, staged["weights_id"]):
+        raise StageClosed(
+            f"{status['name']}: the weights were staged, and committed or discarded since, by others or by the desired "
+            "store; look at the history, and stage them again if they are still wanted"
+        )
+    return str(staged["weights_id"])
 
 
 def print_change(response: dict[str, Any], as_json: bool, *, commits: bool) -> None:
@@ -293,42 +309,64 @@ def canary(
     with errors_as_exit(as_json):
         client = AdminClient(url, read_token(token_file))
         name = model or only_model(client)
-        path, started = f"/admin/models/{name}", None
+        path, started, failure = f"/admin/models/{name}", None, ""
+        before = client.get(f"{path}/history")
         if promote or abort:
-            client.post(f"{path}/{'commit' if promote else 'discard'}", {"why": why})
+            failure = _end(client, path, why, promote=promote, wait=wait)
         elif starts:
             request: dict[str, Any] = {"share": share or 0.0, "shadow": shadow, "tolerance": tolerance, "why": why}
             request |= {"promote_if": promote_if} | ({"abort_if": abort_if} if abort_if is not None else {})
             if weights is not None:
                 request |= {"source": _source_of(weights)} if point else _upload(client, name, weights)
             started = client.post(f"{path}/canary", request)["canary"]
-        promoted = _wait_for_end(client, path, started) if wait else True
+        if wait and not (promote or abort):
+            failure = _wait_for_end(client, path, started, before)
         _show(client.get(path), as_json, has_ended=promote or wait)
-        if not promoted:
-            say(f"not promoted: {_why_not(client.get(f'{path}/history')['refusals'])}", err=True)
+        if failure:
+            say(f"not promoted: {failure}", err=True)
             raise typer.Exit(1)
 
 
-def _why_not(refusals: list[dict[str, Any]]) -> str:
-    reasons = [refusal["error"] for refusal in refusals if refusal["event"] == "canary aborted"]
-    return reasons[-1] if reasons else "it was discarded"
+def _present(client: AdminClient, path: str, doing: str) -> str:
+    """Return the weights id of the canary. Raises Unsupported if there is none."""
+    now = client.get(path)
+    if now["canary"] is None:
+        raise Unsupported(f"{now['name']}: no canary to {doing}")
+    return str(now["canary"]["weights_id"])
 
 
-def _wait_for_end(client: AdminClient, path: str, started: str | None) -> bool:
-    """Wait until the canary ends. Returns whether its weights are served then.
+def _end(client: AdminClient, path: str, why: str, *, promote: bool, wait: bool) -> str:
+    """Promote the canary, or abort it. Returns why it is not served, if it should be."""
+    weights_id = _present(client, path, "promote" if promote else "abort")
+    if not promote:
+        client.post(f"{path}/discard", {"why": why})
+        return "it was discarded" if wait else ""
+    done = client.post(f"{path}/commit", {"why": why, "expect": weights_id})
+    return "" if done["receipt"] else "the desired store desires it, but it is not served yet"
+
+
+def _wait_for_end(client: AdminClient, path: str, started: str | None, before: dict[str, Any]) -> str:
+    """Wait until the canary ends. Returns why its weights were not promoted; empty if they were.
 
     started: the weights id of a canary that was just started, and may have ended; by default that of the present one.
+    before: the history when it was not yet started, or had not yet ended.
     """
-    now = client.get(path)
-    if started is None and now["canary"] is None:
-        raise Unsupported(f"{now['name']}: no canary to wait for")
-    weights_id = started or now["canary"]["weights_id"]
+    weights_id, now = started or _present(client, path, "wait for"), client.get(path)
     with status_line(f"{now['name']}: canary") as update:
         while now["canary"] is not None and now["canary"]["weights_id"] == weights_id:
             update(f"{now['name']}: canary, {now['canary']['values']['requests']:.0f} requests")
             time.sleep(_POLL_SECONDS)
             now = client.get(path)
-    return bool(now["served"]["weights_id"] == weights_id)
+    after, earlier = client.get(f"{path}/history"), {receipt["generation"] for receipt in before["receipts"]}
+    served = [each["weights_id"] for each in after["receipts"] if each["generation"] not in earlier]
+    if weights_id in (now["served"]["weights_id"], *served):  # others may be served since
+        return ""
+    reasons = [
+        each["error"]
+        for each in after["refusals"]
+        if each["event"] == "canary aborted" and each not in before["refusals"]
+    ]
+    return str(reasons[-1]) if reasons else "it was discarded"
 
 
 def _show(status: dict[str, Any], as_json: bool, *, has_ended: bool) -> None:

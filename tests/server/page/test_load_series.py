@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
@@ -40,7 +41,6 @@ def test_quantiles_of_nothing_and_of_what_is_beyond() -> None:
 
 def test_points_count_what_came_between_them(operator: Operator) -> None:
     series = LoadSeries(operator.server.service.load_metrics, {"tiny": ["tiny"], "other": ["other"]})
-    began = time.time()
     ids = []
     for count in (3, 4):
         ids += [ask(operator.server, INFER, as_json(x=X)).json["parameters"]["weights_id"] for _ in range(count)]
@@ -48,7 +48,7 @@ def test_points_count_what_came_between_them(operator: Operator) -> None:
         series.sample()
         operator.change("swap", 2)
     series.sample()
-    first, second, last = series.after("tiny", began)
+    first, second, last = [point for _, point in series.after("tiny", 0)]
     assert (first.answered, first.refused, first.failed) == (3, 1, 0)
     assert (second.answered, second.refused, second.failed) == (4, 1, 0)
     assert (first.weights, second.weights) == ({ids[0]: 3}, {ids[-1]: 4})
@@ -56,5 +56,14 @@ def test_points_count_what_came_between_them(operator: Operator) -> None:
     assert first.p99 is not None
     assert 0 < first.p50 <= first.p99
     assert (last.answered, last.refused, last.p50, last.weights) == (0, 0, None, {})
-    assert [each.answered for each in series.after("other", began)] == [0, 0, 0]
-    assert series.after("tiny", last.time) == []
+    assert [each.answered for _, each in series.after("other", 0)] == [0, 0, 0]
+    assert series.after("tiny", 3) == []
+
+
+def test_points_come_on_when_the_clock_is_set_back(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    series = LoadSeries(operator.server.service.load_metrics, {"tiny": ["tiny"]})
+    series.sample()
+    ((number, before),) = series.after("tiny", 0)
+    monkeypatch.setattr(time, "time", lambda: before.time - 3600)
+    series.sample()
+    assert [point.time for _, point in series.after("tiny", number)] == [before.time - 3600]

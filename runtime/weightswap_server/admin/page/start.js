@@ -45,8 +45,14 @@ function withModel(server, name, fields) {
 }
 
 function withPoints(before = [], points) {
-  const last = before.at(-1)?.time ?? 0;
-  return [...before, ...points.filter(({ time }) => time > last)].slice(-MOST_POINTS);
+  const known = new Set(before.map(({ time }) => time));
+  const all = [...before, ...points.filter(({ time }) => !known.has(time))].slice(-MOST_POINTS);
+  let next = Infinity; // the server's clock may have been set back: what lies after a later point goes
+  return all.reduceRight((kept, point) => {
+    if (point.time >= next) return kept;
+    next = point.time;
+    return [point, ...kept];
+  }, []);
 }
 
 function SignIn({ why, enter }) {
