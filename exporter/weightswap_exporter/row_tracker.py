@@ -264,6 +264,7 @@ class _Table:
         # a multiple of eight bytes, so that they are listed as words
         self._changed = torch.zeros(-(-self.rows // 8) * 8, dtype=torch.bool, device=tensor.device)
         self._version, self._memory = tensor._version, weakref.ref(tensor.untyped_storage())
+        self._place = _place(tensor)  # in that memory
         self._is_known = True
         self._steps: set[weakref.ref[Optimizer]] = set()  # that have begun, and have not ended, or have failed
         self._has_begun_with_gradient = False
@@ -311,14 +312,16 @@ class _Table:
         hook that is called in between may add others."""
         if most is None or (self.tensor._version <= self._version + most and self._is_in_place()):
             self._version, self._memory = self.tensor._version, weakref.ref(self.tensor.untyped_storage())
+            self._place = _place(self.tensor)
 
     def is_known(self) -> bool:
         """Return whether all changes were accounted for."""
         return self._is_known and self.tensor._version == self._version and self._is_in_place()
 
     def _is_in_place(self) -> bool:
-        """Return False if the tensor has been given other memory, as by `half()` and `float()`."""
-        return self._memory() is self.tensor.untyped_storage()
+        """Return False if the tensor has been given other memory, as by `half()` and `float()`, or another part of a
+        buffer, which torch does not count either."""
+        return self._memory() is self.tensor.untyped_storage() and self._place == _place(self.tensor)
 
     def watch_lookups(self, module: nn.Module) -> list[Any]:
         """Account for what lookups change: with `max_norm`, they scale rows."""
@@ -359,6 +362,10 @@ class _Table:
         self._steps.difference_update([step for step in self._steps.copy() if step() is None])
         self.leave()
         return ids
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _bits(gradient: torch.Tensor) -> torch.Tensor:

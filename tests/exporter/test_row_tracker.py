@@ -366,6 +366,18 @@ def test_a_table_that_is_given_other_memory_may_have_other_values() -> None:
     assert unknown(tracked.tracker) == ["items.weight"]
 
 
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_table_that_is_given_another_part_of_its_memory_may_have_other_values(is_strided: bool) -> None:
+    tracked = Tracked()
+    rows = tracked.model.items.weight
+    buffer = torch.zeros(2, *rows.shape)
+    rows.data = buffer[0]
+    assert unknown(tracked.tracker) == ["items.weight"]
+    assert tracked.train() == []
+    rows.data = buffer.flatten(0, 1)[::2] if is_strided else buffer[1]
+    assert unknown(tracked.tracker) == ["items.weight"]
+
+
 def closure_of(tracked: Tracked) -> Callable[[], float]:
     def closure() -> float:
         tracked.optimizer.zero_grad()

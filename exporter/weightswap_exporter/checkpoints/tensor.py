@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import stat
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -317,6 +318,17 @@ def cast(tensor: torch.Tensor, dtype: str, where: str) -> torch.Tensor:
         return tensor
     result = tensor.to(target)
     lost = ~torch.isfinite(result.float())
-    if lost.any() and (lost & torch.isfinite(tensor.double())).any():
+    if (lost.any() and (lost & torch.isfinite(tensor.double())).any()) or _is_saturated(tensor, result):
         raise CheckpointError(f"{where}: has values outside the range of {dtype}, to which it would be cast")
     return result
+
+
+def _is_saturated(tensor: torch.Tensor, result: torch.Tensor) -> bool:
+    """Return whether a cast has made the largest number of what is beyond the range: so torch 2.13 does where a dtype
+    has no infinity."""
+    if result.element_size() > 1:
+        return False
+    info = torch.finfo(result.dtype)
+    rounded = math.ldexp(info.eps / 2, math.frexp(info.max)[1] - 1)  # so much more is rounded to the largest, too
+    beyond = tensor.double().abs() > info.max + rounded
+    return bool((beyond & torch.isfinite(result.float())).any())

@@ -27,7 +27,7 @@ from weightswap_runtime.sources.location import Location, Url, as_location, fixe
 from .desired_state import DesiredState
 from .desired_store import stamp_of
 
-_PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
+_PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}(?:\.delta)?\.safetensors")
 _DIGITS = re.compile(r"([0-9]+)")
 _LISTED = (SUFFIX, INDEX_SUFFIX, SUFFIX + SIGNATURE_SUFFIX, INDEX_SUFFIX + SIGNATURE_SUFFIX)
 _MOST_HEADER = 16 << 20  # bytes; a swap, which knows the model, reads what is needed of larger ones

@@ -146,3 +146,16 @@ def test_inputs_of_a_computed_weight_are_cast(tmp_path: Path) -> None:
     packed = pack(wide, artifact, out=tmp_path / "v.safetensors", dtype="bfloat16")
     assert packed.cast == {"F32": ["k.weight", "norm.bias", "norm.weight", "q.weight", "v.weight"]}
     assert packed.weights_id == weights_id(model, artifact, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_values_beyond_a_range_without_infinity_do_not_become_its_largest(dtype: str, tmp_path: Path) -> None:
+    eight = getattr(torch, dtype)
+    model = Does(lambda m, x: x * m.scale.float(), scale=nn.Buffer(torch.ones(3).to(eight)))
+    artifact = export(model, (torch.ones(2, 3),), out=tmp_path / "eight.artifact")
+    most = torch.finfo(eight).max
+    for value in (most * 1.125, -most * 1e6):
+        state = {"scale": torch.tensor([0.0, value, float("nan")])}
+        refuses(CheckpointError, "scale: has values outside the range of F8", state, artifact, tmp_path, dtype=dtype)
+    pack({"scale": torch.tensor([-most, most * 1.03, 0.3])}, artifact, out=tmp_path / "fits", dtype=dtype)
+    assert load(artifact, tmp_path / "fits")(torch.ones(2, 3))[0, :2].tolist() == [-most, most]

@@ -240,9 +240,11 @@ def test_a_replaced_file_is_taken_again(rig: FileQueueRig) -> None:
     assert rig.committed == ["latest", "latest"]  # the same weights
 
 
-def test_of_one_published_step_the_later_file_is_taken_last(rig: FileQueueRig) -> None:
+@pytest.mark.parametrize("ends", [("", ""), (".delta", ".delta"), ("", ".delta")], ids=str)
+def test_of_one_published_step_the_later_file_is_taken_last(ends: tuple[str, str], rig: FileQueueRig) -> None:
     rig.poll()
-    late, early = rig.write("step-000000007-000000000000", 1), rig.write("step-000000007-ffffffffffff", 2)
+    late = rig.write(f"step-000000007-{'0' * 12}{ends[0]}", 1)
+    early = rig.write(f"step-000000007-{'f' * 12}{ends[1]}", 2)
     os.utime(early, (100, 100))
     os.utime(late, (200, 200))
     rig.poll()
