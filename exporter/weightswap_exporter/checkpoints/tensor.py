@@ -324,11 +324,12 @@ def cast(tensor: torch.Tensor, dtype: str, where: str) -> torch.Tensor:
 
 
 def _is_saturated(tensor: torch.Tensor, result: torch.Tensor) -> bool:
-    """Return whether a cast has made the largest number of what is beyond the range: so torch 2.13 does where a dtype
-    has no infinity."""
+    """Return whether a cast to eight bits has made another number of what is beyond the range: torch 2.13 makes the
+    largest one where a dtype has no infinity, and a positive one where it has neither a sign nor zero."""
     if result.element_size() > 1:
         return False
     info = torch.finfo(result.dtype)
     rounded = math.ldexp(info.eps / 2, math.frexp(info.max)[1] - 1)  # so much more is rounded to the largest, too
-    beyond = tensor.double().abs() > info.max + rounded
-    return bool((beyond & torch.isfinite(result.float())).any())
+    before, after = tensor.double(), result.double()
+    beyond = (before.abs() > info.max + rounded) | ((after != 0) & (after.sign() != before.sign()))
+    return bool((beyond & torch.isfinite(after)).any())

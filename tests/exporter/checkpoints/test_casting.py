@@ -159,3 +159,15 @@ def test_values_beyond_a_range_without_infinity_do_not_become_its_largest(dtype:
         refuses(CheckpointError, "scale: has values outside the range of F8", state, artifact, tmp_path, dtype=dtype)
     pack({"scale": torch.tensor([-most, most * 1.03, 0.3])}, artifact, out=tmp_path / "fits", dtype=dtype)
     assert load(artifact, tmp_path / "fits")(torch.ones(2, 3))[0, :2].tolist() == [-most, most]
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0])
+def test_values_that_a_scale_cannot_have_do_not_become_others(value: float, tmp_path: Path) -> None:
+    """A dtype of powers of two has neither a sign nor zero."""
+    scales = torch.ones(3).to(torch.float8_e8m0fnu)
+    model = Does(lambda m, x: x * m.scale.float(), scale=nn.Buffer(scales))
+    artifact = export(model, (torch.ones(2, 3),), out=tmp_path / "scales.artifact")
+    state = {"scale": torch.tensor([2.0, value, 1.0])}
+    refuses(CheckpointError, "scale: has values outside the range", state, artifact, tmp_path, dtype="float8_e8m0fnu")
+    pack({"scale": torch.tensor([2.0, 0.25, 1.0])}, artifact, out=tmp_path / "fits", dtype="float8_e8m0fnu")
+    assert load(artifact, tmp_path / "fits")(torch.ones(2, 3))[0].tolist() == [2.0, 0.25, 1.0]
