@@ -363,17 +363,30 @@ def _has_indices(node: torch.fx.Node) -> bool:
 
 
 def _refuse_indices(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Make negative indices, which ONNX counts from the end, too large, which is refused as in eager."""
+    """Make negative indices, which ONNX counts from the end, too large, which is refused as in eager.
+
+    So are all indices of bags whose offsets eager refuses.
+    """
     found = indices_of(node)
     position = found[2] if found else 0
     aten, indices = torch.ops.aten, node.args[position]
     with graph.inserting_before(node):
-        below = graph.call_function(aten.lt.Scalar, (indices, 0))
-        checked = graph.call_function(aten.masked_fill.Scalar, (indices, below, _TOO_LARGE))
+        wrong = graph.call_function(aten.lt.Scalar, (indices, 0))
+        if "embedding_bag" in str(node.target):
+            wrong = graph.call_function(aten.logical_or.default, (wrong, _wrong_offsets(graph, node)))
+        checked = graph.call_function(aten.masked_fill.Scalar, (indices, wrong, _TOO_LARGE))
         if node.target is aten.one_hot.default:  # ONNX's gives zeros for what is no class
             classes = graph.call_function(aten.arange.default, (node.args[1],))
             checked = graph.call_function(aten.index.Tensor, (classes, [checked]))
     node.update_arg(position, checked)
+
+
+def _wrong_offsets(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
+    """Return whether an embedding bag's offsets begin with another number than 0, or lead beyond the indices."""
+    aten, call, (indices, offsets) = torch.ops.aten, graph.call_function, node.args[1:3]
+    first, last = (call(aten.slice.Tensor, (offsets, 0, *ends)) for ends in ((0, 1), (-1, _TOO_LARGE)))
+    size = call(aten.sym_size.int, (indices, 0))
+    return call(aten.logical_or.default, (call(aten.ne.Scalar, (first, 0)), call(aten.gt.Scalar, (last, size))))
 
 
 def _is_training_norm(node: torch.fx.Node) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -81,3 +82,21 @@ def test_indices_that_eager_refuses_are_refused(engine: str, calls: dict[str, An
             for call, given in ((eager, ids), (served, list(map(take, ids)))):
                 with pytest.raises((RuntimeError, IndexError)):
                     call(given)
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_offsets_that_eager_refuses_are_refused(mode: str, tmp_path: Path) -> None:
+    eager = Does(lambda m, x: embedding_bag(x[0], m.w, x[1], mode=mode), w=nn.Parameter(torch.rand(ROWS, 4)))
+    ids = torch.arange(8) % ROWS
+    shapes = [{0: Dim("n", min=2, max=50)}, {0: Dim("bags", min=2, max=50)}]
+    sample = [ids, torch.tensor([0, 3, 3])]
+    artifact = export(eager, (sample,), out=tmp_path / "a", dynamic_shapes=(shapes,), engines=["onnx"])
+    served = loaded(artifact, tmp_path, eager, engine="onnx")
+    for good in ([0, 3, 3], [0, 8], [0, 0, 5, 8]):
+        found = served([ids.numpy(), np.array(good)])
+        assert torch.allclose(torch.as_tensor(found), eager([ids, torch.tensor(good)]))
+    for wrong in ([1, 3], [-1, 3], [0, 3, 9]):
+        with pytest.raises(RuntimeError):
+            eager([ids, torch.tensor(wrong)])
+        with pytest.raises(RuntimeError):
+            served([ids.numpy(), np.array(wrong)])
