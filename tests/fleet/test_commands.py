@@ -6,15 +6,15 @@ import json
 import socket
 import time
 from contextlib import nullcontext
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, PropertyMock
 
 import pytest
 
 from tests.support.commands import run as run_command
 from tests.support.packages import needs
-from weightswap_fleet import Deadlines, FleetRefused
+from weightswap_fleet import Deadlines, FleetPlan, FleetRefused
 from weightswap_fleet.coordinator.agreement import DEADLINES
-from weightswap_fleet.documents import DeploymentSpec, NodeStatus
+from weightswap_fleet.documents import DeploymentSpec, NodeStatus, TrialReport
 from weightswap_runtime import DesiredState, DesiredWeights, WeightsMismatch
 from weightswap_tools.commands import fleet as commands
 from weightswap_tools.commands.fleet import _reasons
@@ -74,6 +74,20 @@ def test_how_long_a_change_is_prepared_can_be_said(
     run(*command, *arguments, status=0)
     (called,) = fleet.method_calls
     assert called.kwargs["deadlines"] == given
+
+
+@pytest.mark.parametrize("then", [None, "promoted", "another"])
+def test_only_the_trial_that_was_begun_is_waited_for(then: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"requests": 5.0}
+    begun = TrialReport("1" * 64, "v2", "ana", "", 7.0, FleetPlan(), {}, values, 0.0, 0, "", "")
+    ended = begun._replace(since=8.0, outcome="promoted") if then == "another" else begun._replace(outcome=then or "")
+    fleet = MagicMock()
+    fleet.canary.return_value = begun
+    type(fleet).trial = PropertyMock(side_effect=[begun, None if then is None else ended])
+    monkeypatch.setattr(commands, "connected", lambda name, address: nullcontext(fleet))
+    monkeypatch.setattr(commands, "_CANARY_POLL_SECONDS", 0.0)
+    said = run("canary", "v2.safetensors", "--wait", status=0 if then == "promoted" else 1)
+    assert ("another one has begun since" in said) == (then == "another")
 
 
 def test_what_several_problems_of_a_node_read_like() -> None:

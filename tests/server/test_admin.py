@@ -283,6 +283,18 @@ def test_a_rollback_leads_to_what_was_served(operator: Operator, desired_store: 
     assert back.json["receipt"]["weights_id"] == desired_store.read().weights.weights_id
 
 
+@pytest.mark.usefixtures("bad")
+def test_what_was_served_after_its_refusal_is_not_called_refused(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a clock was set back in between."""
+    now = time.time
+    monkeypatch.setattr("time.time", lambda: now() - 3600)
+    assert operator.change("swap", nan_file(operator), allow_nonfinite=True).status == 200
+    assert operator.change("swap", 2).status == 200
+    assert [bool(each["refused"]) for each in operator.history["desired"]] == [False] * 3
+
+
 def test_a_rollback_to_what_is_refused_writes_nothing(
     operator: Operator, desired_store: DesiredStore, bad: str
 ) -> None:

@@ -245,7 +245,8 @@ class ServerStatus(Struct, kw_only=True):
 class Refusal(Struct, kw_only=True):
     """An attempt that changed nothing. kind, reason: as in `AdminError`. event: as in `Event`.
 
-    weights_id: the weights that were refused; empty if it is not known, or if another try may succeed.
+    weights_id: the weights that were refused; empty if it is not known, or if another try may succeed. generation: the
+    one that was served then; -1 if none was.
     """
 
     time: float
@@ -257,6 +258,7 @@ class Refusal(Struct, kw_only=True):
     error: str
     reason: str = ""
     weights_id: str = ""
+    generation: int = -1
 
 
 class History(Struct, kw_only=True):

@@ -59,6 +59,8 @@ class Journal:
 
     def refuse(self, refusal: Refusal) -> None:
         """Note a refusal."""
+        if (generation := self._model.generation) is not None:
+            refusal = msgspec.structs.replace(refusal, generation=generation)
         self.refusals.append(refusal)
         self._notify()
 
@@ -100,9 +102,9 @@ class Journal:
 
     def refused(self, weights_id: str) -> str:
         """Return why weights were refused last; empty if they were not, or have been served since."""
-        times = (receipt.committed_at for receipt in self._model.history if receipt.weights_id == weights_id)
-        last = max(times, default=0.0)
-        refusals = [each for each in list(self.refusals) if each.weights_id == weights_id and each.time > last]
+        served = (receipt.generation for receipt in self._model.history if receipt.weights_id == weights_id)
+        last = max(served, default=-1)  # not times, as clocks are set back
+        refusals = [each for each in list(self.refusals) if each.weights_id == weights_id and each.generation >= last]
         return refusals[-1].error if refusals else ""
 
     @contextmanager

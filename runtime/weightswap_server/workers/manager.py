@@ -323,9 +323,9 @@ class Child:
                     self._set_ready(message.text)
                 elif message.kind == "alive":
                     self._set_alive()
-                    self.status = msgspec.structs.replace(
-                        from_json(message.text, Process), since=self.status.since, heard=time.time()
-                    )
+                    now = time.time()
+                    since = min(self.status.since, now)  # a clock that is set back does not make it unheard
+                    self.status = msgspec.structs.replace(from_json(message.text, Process), since=since, heard=now)
                 elif message.kind == "tried":
                     self._pass_on(raw)
                 elif message.kind in ("sources", "journals"):

@@ -91,9 +91,9 @@ def canary(
     if step_seconds is not None and steps is None:
         raise typer.BadParameter("--step-seconds: give --steps, too")
     with errors_as_exit(as_json), connected(name, address) as fleet:
-        if weights is not None:
-            fleet.canary(weights, by=by, why=why, deadlines=_deadlines(prepare_seconds), **options)
-        trial = _wait_for_end(fleet) if wait else fleet.trial
+        deadlines = _deadlines(prepare_seconds)
+        begun = None if weights is None else fleet.canary(weights, by=by, why=why, deadlines=deadlines, **options)
+        trial = _wait_for_end(fleet, begun or fleet.trial) if wait else fleet.trial
         if as_json:
             print_json({"trial": trial.as_dict() if trial is not None else None})
         else:
@@ -395,17 +395,22 @@ def _reasons(message: str) -> list[str]:
     return [f"  {line.strip()}" for line in message[begin:].splitlines() if line.strip()]
 
 
-def _wait_for_end(fleet: Fleet) -> TrialReport | None:
-    """Wait until the trial has ended, and return its report."""
-    trial = fleet.trial
+def _wait_for_end(fleet: Fleet, trial: TrialReport | None) -> TrialReport | None:
+    """Wait until a trial has ended, and return its report. Raises StageClosed without one, or if another has begun."""
     if trial is None:
         raise StageClosed(f"{fleet.name}: nothing is on trial")
+    now, started = fleet.trial, (trial.weights_id, trial.since)
     with status_line(f"{fleet.name}: canary") as update:
-        while trial is not None and not trial.outcome:
-            update(f"{fleet.name}: canary, {trial.values['requests'] or 0:.0f} requests")
+        while now is not None and not now.outcome and (now.weights_id, now.since) == started:
+            update(f"{fleet.name}: canary, {now.values['requests'] or 0:.0f} requests")
             time.sleep(_CANARY_POLL_SECONDS)
-            trial = fleet.trial
-    return trial
+            now = fleet.trial
+    if now is not None and (now.weights_id, now.since) != started:
+        raise StageClosed(
+            f"{fleet.name}: the trial of {trial.weights_id[:SHOWN]} has ended, and another one has begun since; "
+            "whether it was promoted says the history of the desired state: `weightswap fleet status`"
+        )
+    return now
 
 
 # What is printed.
