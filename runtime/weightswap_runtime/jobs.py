@@ -39,6 +39,10 @@ class Claim:
         self.thread = this_thread()
         self.process = _process
 
+    def leave(self) -> None:
+        """Leave the claim to a thread that is about to begin. A child that is forked before then does not have it."""
+        self.thread = object()
+
     def adopt(self) -> None:
         """Move the claim to the calling thread."""
         self.thread = this_thread()

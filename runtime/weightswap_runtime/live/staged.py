@@ -376,6 +376,7 @@ class _Work:
     def start(self) -> None:
         """Stage in a thread of its own, which is cancelled when the interpreter ends."""
         thread = Background(self._run_in_background, "weightswap-staging", self.stop)
+        self.ticket.leave()
         try:
             thread.start()
         except BaseException as error:

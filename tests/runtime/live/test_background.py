@@ -192,6 +192,22 @@ def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent(model: Model, w
     assert serves(model, 0)
 
 
+def test_a_child_may_be_forked_before_the_staging_s_thread_has_begun(
+    model: Model, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, run = threading.Event(), Background.run
+    monkeypatch.setattr(Background, "run", lambda thread: (go_on.wait(120), run(thread)))
+    staged = model.stage(weight_file(1), background=True)
+    try:
+        assert in_a_child(lambda: model.swap(weight_file(2)) is not None and serves(model, 2))
+        with pytest.raises(StagingBusy):
+            model.swap(weight_file(2))
+    finally:
+        go_on.set()
+    staged.wait(120).commit()
+    assert serves(model, 1)
+
+
 def test_a_rollback_does_not_wait_for_a_swap_and_undo_it(model: Model, weight_file: WriteWeights) -> None:
     swap = threading.Thread(target=lambda: model.swap(weight_file(1), rate_limit=200))
     swap.start()
