@@ -226,10 +226,10 @@ def test_a_refusal_of_the_staging_of_one_rank_ends_that_of_all(files: Files) -> 
 def test_one_rank_may_take_longer_than_the_timeout_to_stage(files: Files) -> None:
     def run(ranks: Ranks) -> bool:
         with load(files.artifact, files.sets[1], ranks=ranks) as model:
-            model.swap(files.sets[2], rate_limit=450.0 if ranks.rank else None)  # 600 bytes
+            model.swap(files.sets[2], rate_limit=230.0 if ranks.rank else None)  # 600 bytes
             return serves(model, 2)
 
-    assert on_ranks(2, run, timeout=0.8) == [True, True]
+    assert on_ranks(2, run, timeout=2.0) == [True, True]
 
 
 def test_one_rank_may_take_longer_than_the_timeout_to_open(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_one_rank_may_take_longer_than_the_timeout_to_open(files: Files, monkeyp
 
     def open_late(*arguments: Any) -> Any:
         if getattr(arguments[-1], "group", "") in slow:
-            time.sleep(1.2)
+            time.sleep(2.6)
         return opened(*arguments)
 
     slow: set[str] = set()
@@ -249,7 +249,7 @@ def test_one_rank_may_take_longer_than_the_timeout_to_open(files: Files, monkeyp
         with load(files.artifact, files.sets[1], ranks=ranks) as model:
             return serves(model, 1)
 
-    assert on_ranks(2, run, timeout=0.8) == [True, True]
+    assert on_ranks(2, run, timeout=2.0) == [True, True]
 
 
 APART: dict[str, tuple[Callable[[Model, Files, int], Any], str]] = {
@@ -612,10 +612,10 @@ def test_a_rank_that_does_not_come_is_lost(files: Files) -> None:
         lost = [caught(lambda: model(X)), caught(lambda: model(X)), caught(lambda: model.swap(files.sets[2]))]
         return [*lost, caught(model.rollback), ranks.lost, model.weights_id]
 
-    found, _ = on_ranks(2, run, timeout=0.5)
+    found, _ = on_ranks(2, run, timeout=1.5)
     assert isinstance(found, list), found
     assert all(isinstance(error, RanksLost) for error in found[:5])
-    assert "took more than 0.5 s" in str(found[0])
+    assert "took more than 1.5 s" in str(found[0])
 
 
 def test_a_call_that_fails_on_one_rank_alone_loses_the_ranks(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,7 +628,7 @@ def test_a_call_that_fails_on_one_rank_alone_loses_the_ranks(files: Files, monke
         monkeypatch.setattr(bound_of(model), "run", _no_memory)
         return caught(lambda: model(X))
 
-    one, other = on_ranks(2, run, timeout=0.5)
+    one, other = on_ranks(2, run, timeout=1.5)
     assert {type(one), type(other)} <= {RanksLost, RanksRefused}, (one, other)
 
 
