@@ -226,7 +226,7 @@ def test_a_refusal_of_the_staging_of_one_rank_ends_that_of_all(files: Files) -> 
 def test_one_rank_may_take_longer_than_the_timeout_to_stage(files: Files) -> None:
     def run(ranks: Ranks) -> bool:
         with load(files.artifact, files.sets[1], ranks=ranks) as model:
-            model.swap(files.sets[2], rate_limit=230.0 if ranks.rank else None)  # 600 bytes
+            model.swap(files.sets[2], rate_limit=200.0 if ranks.rank else None)  # 600 bytes
             return serves(model, 2)
 
     assert on_ranks(2, run, timeout=2.0) == [True, True]
