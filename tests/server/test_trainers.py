@@ -342,8 +342,10 @@ def staging_held(rig: Rig, pool: ThreadPoolExecutor) -> Iterator[Future[Reply]]:
     assert rig.post(START).status == 200
     update = pool.submit(rig.update, 2)
     assert begun.wait(120)
-    yield update
-    go_on.set()
+    try:
+        yield update
+    finally:
+        go_on.set()
 
 
 def test_a_finish_that_comes_too_early_can_be_repeated(rig: Rig) -> None:
@@ -394,9 +396,9 @@ def test_a_trainer_that_begins_anew_discards_what_its_predecessor_left(rig: Rig)
 def test_a_trainer_that_begins_anew_breaks_off_a_staging(rig: Rig) -> None:
     with ThreadPoolExecutor(2) as pool:
         with staging_held(rig, pool) as update:
-            anew = pool.submit(rig.post, INIT, {"init_info": {}})
             assert rig.server.admin is not None
             staging = rig.server.admin.models["tiny"]._changes.open[0]
+            anew = pool.submit(rig.post, INIT, {"init_info": {}})
             assert eventually(lambda: staging.is_discarded)
         assert (update.result(120).json["kind"], anew.result(120).status) == ("StageCancelled", 200)
     assert rig.post(FINISH).status == 409
