@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import weightswap_runtime
-
-PRODUCT = Path(weightswap_runtime.__file__).parents[1]
+from tests import ROOT
 
 READING = """
 import sys
@@ -53,8 +51,12 @@ def test_threads_read_the_first_records_of_a_kind_at_once(how: str) -> None:
 
 def test_records_are_read_here_alone() -> None:
     found = {
-        str(path.relative_to(PRODUCT))
-        for path in PRODUCT.rglob("*.py")
-        if re.search(r"msgspec\.(convert\(|(json|msgpack)\.decode\(.*type=)", path.read_text())
+        path.name
+        for folder in ("exporter", "runtime")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and re.fullmatch(r"msgspec\.(convert|json\.decode|msgpack\.decode)", ast.unparse(node.func))
+        and (any(keyword.arg == "type" for keyword in node.keywords) or len(node.args) > 1)
     }
-    assert found == {"weightswap_runtime/decoding.py"}
+    assert found == {"decoding.py"}

@@ -318,12 +318,12 @@ def cast(tensor: torch.Tensor, dtype: str, where: str) -> torch.Tensor:
         return tensor
     result = tensor.to(target)
     lost = ~torch.isfinite(result.float())
-    if (lost.any() and (lost & torch.isfinite(tensor.double())).any()) or _is_saturated(tensor, result):
+    if (lost.any() and (lost & torch.isfinite(tensor.double())).any()) or _is_beyond(tensor, result):
         raise CheckpointError(f"{where}: has values outside the range of {dtype}, to which it would be cast")
     return result
 
 
-def _is_saturated(tensor: torch.Tensor, result: torch.Tensor) -> bool:
+def _is_beyond(tensor: torch.Tensor, result: torch.Tensor) -> bool:
     """Return whether a cast to eight bits has made another number of what is beyond the range: torch 2.13 makes the
     largest one where a dtype has no infinity, and a positive one where it has neither a sign nor zero."""
     if result.element_size() > 1:

@@ -310,7 +310,7 @@ def canary(
         client = AdminClient(url, read_token(token_file))
         name = model or only_model(client)
         path, started, failure = f"/admin/models/{name}", None, ""
-        before = client.get(f"{path}/history")
+        before = client.get(f"{path}/history") if wait else {}
         if promote or abort:
             failure = _end(client, path, why, promote=promote, wait=wait)
         elif starts:
