@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -24,9 +26,10 @@ from tests.support.commands import run
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported, metrics
 from weightswap_server import ModelSource, Settings
+from weightswap_server.protocol import Process
 from weightswap_server.serving import variants_of
-from weightswap_server.workers.child_main import ChildTask, ManagerConnection, Role, Totals
-from weightswap_server.workers.manager import Workers, environment
+from weightswap_server.workers.child_main import ChildTask, ManagerConnection, Message, Role, Totals
+from weightswap_server.workers.manager import Child, Workers, environment
 
 SECRETS = {"WEIGHTSWAP_ADMIN_TOKEN": TOKEN} | dict.fromkeys(
     (
@@ -228,6 +231,25 @@ def test_a_request_to_the_manager_does_not_outlive_it() -> None:
         thread.join(120)
     assert not any(thread.is_alive() for thread in asking)
     assert connection.processes() == []
+
+
+def test_a_process_is_heard_of_after_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was never heard of is not called silent."""
+    now = time.time()
+
+    async def hear_twice() -> Process:
+        task = ChildTask(role="worker", name="worker 0", sources={}, segments={}, settings=Settings())
+        child = Child(task, Totals(), list, 0.0)
+        for moment in (now - 3600, now - 3599):
+            monkeypatch.setattr(time, "time", lambda moment=moment: moment)
+            reader = asyncio.StreamReader()
+            reader.feed_data(msgspec.json.encode(Message("alive", msgspec.json.encode(child.status).decode())) + b"\n")
+            reader.feed_eof()
+            await child._receive(1, reader, Mock())
+        return child.status
+
+    status = asyncio.run(hear_twice())
+    assert (status.since, status.heard) == (now - 3600, now - 3599)
 
 
 @pytest.mark.parametrize(
