@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +23,18 @@ import numpy as np
 
 from weightswap_runtime import Artifact, Model, Ranks, load
 from weightswap_runtime.errors import CaptureError, WeightswapError, listed, warn
-from weightswap_runtime.format.signature import Signature, Sizes, Tensor, input_leaves, leaves
+from weightswap_runtime.format.signature import (
+    Leaf,
+    Signature,
+    Sizes,
+    Tensor,
+    call_arguments,
+    flatten,
+    input_leaves,
+    leaves,
+)
 from weightswap_runtime.memory.device_memory import HOST
+from weightswap_runtime.model.served import engine_of
 from weightswap_runtime.process_groups import groups_of_threads
 from weightswap_runtime.tensors import TensorBytes, as_float64, describe, has_fractions, same_type
 from weightswap_tools.inputs import (
@@ -32,6 +42,8 @@ from weightswap_tools.inputs import (
     call_flat,
     common_sizes,
     edge_sizes,
+    engine_inputs,
+    output_contents,
     random_values,
     signs_of,
     write_random_weights,
@@ -46,6 +58,8 @@ _TIMEOUT = 120.0  # seconds for which a rank waits for another
 TOLERANCES = {"F64": 1e-4, "F32": 1e-3, "C64": 1e-3, "F16": 3e-2}
 COARSE = 0.15  # for dtypes with fewer digits
 _Trial = tuple[Sizes, list[Any], Signs, dict[str, str]]
+_Outcome = list[tuple[str, Any]]  # of a call: its outputs, and the inputs and state as it left them, with names
+_LEFT = " after the call"
 _Call = tuple[str, str, list[Any], list[Any]]  # the method, the call in words, its inputs and outputs
 
 
@@ -136,15 +150,42 @@ def _random_variants(
 def _one_call(
     name: str, flat: list[Any], where: str, ours: Model, theirs: Model, variants: dict[str, str]
 ) -> Iterator[str]:
-    answers = _answers(ours, name, flat, variants)
-    if answers is None or (not ours.artifact.manifest.state and any(map(_differ, *answers))):
-        return  # the model does not accept random inputs, or draws random numbers
     try:
-        found, _ = (call_flat(theirs, name, flat, variants) for _ in range(2))
+        expected, again = (_outcome(ours, name, flat, variants) for _ in range(2))
+    except Exception:
+        return  # the model does not accept random inputs
+    if any(_differ(one, other) for (_, one), (_, other) in zip(expected, again, strict=True)):
+        return  # it draws random numbers
+    try:
+        found, _ = (_outcome(theirs, name, flat, variants) for _ in range(2))
     except Exception as error:
         yield f"{where}: raised {type(error).__name__}: {error}"
         return
-    yield from _problems(ours.signatures[name], where, answers[0], found)
+    yield from _problems(where, expected, found)
+
+
+def _outcome(model: Model, name: str, flat: list[Any], variants: dict[str, str]) -> _Outcome:
+    """Call a method from the initial state. Return its outputs, then the inputs and the state as it left them.
+
+    Where a call gives its outputs first and writes afterwards, only later calls would show what it wrote.
+    """
+    engine, signature = engine_of(model), model.signatures[name]
+    inputs = engine_inputs(flat, engine)
+    args, kwargs = call_arguments(signature, inputs)
+    if variants:
+        kwargs["variants"] = variants
+    with model.new_context() as context:
+        if "context" not in kwargs:  # else the method has an input of that name
+            kwargs["context"] = context
+        outputs = output_contents(flatten(signature.output, model.method(name)(*args, **kwargs)), engine)
+        with context.used() as state:
+            after = [(row.name + _LEFT, state.content(row.name)) for row in model.artifact.manifest.state]
+    left = output_contents(inputs, engine)
+    return [*_named(leaves(signature.output), outputs), *_named(input_leaves(signature), left, _LEFT), *after]
+
+
+def _named(of: Sequence[Leaf], values: Sequence[Any], suffix: str = "") -> Iterator[tuple[str, Any]]:
+    return ((leaf.name + suffix, value) for leaf, value in zip(of, values, strict=True))
 
 
 def main(folder: str, engine: str, device: str) -> None:
@@ -217,7 +258,8 @@ def _rank_problems(split: Artifact, weights: Path, calls: Sequence[_Call]) -> It
         answers = list(pool.map(run, groups))
     for of_rank in answers:
         for (method, where, _, expected), found in zip(calls, of_rank, strict=True):
-            yield from _problems(split.manifest.methods[method].signature, where, expected, found)
+            outputs = leaves(split.manifest.methods[method].signature.output)
+            yield from _problems(where, _named(outputs, expected), _named(outputs, found))
 
 
 # What both trials need.
@@ -233,12 +275,10 @@ def _random_weights(artifact: Artifact) -> Iterator[tuple[Path, np.random.Genera
         yield weights, rng
 
 
-def _answers(
-    model: Model, name: str, flat: list[Any], variants: Mapping[str, str] | None = None
-) -> tuple[list[Any], list[Any]] | None:
+def _answers(model: Model, name: str, flat: list[Any]) -> tuple[list[Any], list[Any]] | None:
     """Return the outputs of the same call, made twice; None if the model does not accept these random inputs."""
     try:
-        return call_flat(model, name, flat, variants), call_flat(model, name, flat, variants)
+        return call_flat(model, name, flat), call_flat(model, name, flat)
     except Exception:
         return None
 
@@ -248,10 +288,10 @@ def _differ(one: Any, other: Any) -> bool:
     return bool(one.data != other.data if isinstance(one, TensorBytes) else one != other)
 
 
-def _problems(signature: Signature, where: str, expected: list[Any], found: list[Any]) -> Iterator[str]:
-    for leaf, one, other in zip(leaves(signature.output), expected, found, strict=True):
+def _problems(where: str, expected: Iterable[tuple[str, Any]], found: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    for (name, one), (_, other) in zip(expected, found, strict=True):
         if text := _problem_of(one, other):
-            yield f"{where}: {leaf.name}: {text}"
+            yield f"{where}: {name}: {text}"
 
 
 def _problem_of(expected: Any, found: Any) -> str | None:
@@ -260,8 +300,10 @@ def _problem_of(expected: Any, found: Any) -> str | None:
         return None if expected == found else f"{found}, expected {expected}"
     if not same_type(expected, found):
         return f"{describe(found)}, expected {describe(expected)}"
+    if expected.data == found.data:
+        return None
     if not has_fractions(expected.dtype):
-        return None if expected.data == found.data else "other integers"
+        return "other integers"
     one, other = as_float64(expected), as_float64(found)
     finite = np.isfinite(one)
     if not np.isfinite(other[finite]).all():

@@ -137,6 +137,40 @@ def test_state_is_compared_from_the_beginning(tmp_path: Path) -> None:
     assert list(engine_check.differences(artifact, "onnx")) == []
 
 
+class Remembers(nn.Module):
+    """A module that answers first, and then writes to its state, or to its input, what only later calls read."""
+
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.write = write
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("seen", torch.zeros(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.seen @ self.weight + x
+        self.write(self.seen, x)
+        return y
+
+
+def _mean_of_rows(seen: torch.Tensor, x: torch.Tensor) -> None:
+    rows = PLACES[:, None].expand(3, 4)
+    seen.copy_(torch.zeros(3, 4).scatter_reduce(0, rows, x + seen, "mean", include_self=False))
+
+
+def test_what_a_call_leaves_in_the_state_is_compared(tmp_path: Path) -> None:
+    artifact = export(Remembers(_mean_of_rows), (X,), out=tmp_path / "a")
+    with pytest.raises(CaptureError, match=r"forward: seen after the call: off by"):
+        compile_engines(artifact, ["onnx"])
+
+
+@pytest.mark.slow
+def test_what_a_call_leaves_in_its_inputs_is_compared(tmp_path: Path) -> None:
+    """AOTInductor adds rows to others that it has already written (pytorch#198033)."""
+    artifact = export(Remembers(lambda seen, x: torch._foreach_add_([x], [x.flip(0)])), (X,), out=tmp_path / "a")
+    with pytest.raises(CaptureError, match=r"forward: x after the call: off by"):
+        compile_engines(artifact, ["aoti"])
+
+
 def test_a_planted_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import onnx
 
