@@ -47,7 +47,7 @@ from weightswap_runtime.tensors import (
 from .canonical import StampedFile, canonical_order, encode_tensors
 from .goldens import read_goldens
 from .safetensors import DELTA_KEY, Stamp, TensorRow, WeightFile, label_problem
-from .weight_set import FileSet, StoredTensor, WeightSet, goldens_path
+from .weight_set import FileSet, StoredTensor, WeightSet, check_weights_name, goldens_path
 
 # Prefixes of a file's tensors: new bytes, and what they replace: ranges of bytes, or rows of the first dimension
 DATA, RUNS, ROWS = "data:", "runs:", "rows:"
@@ -185,9 +185,10 @@ def write_delta(
     Goldens beside `new` are copied beside the delta before the delta appears; without them, goldens that are already
     beside the delta are removed.
 
-    Raises WeightFileError, GraphMismatch, WeightsMismatch, and DigestMismatch for a damaged file.
+    Raises Unsupported, WeightFileError, GraphMismatch, WeightsMismatch, and DigestMismatch for a damaged file.
     """
     check_writable(out)
+    check_weights_name(out)
     with _open(base) as old, _open(new) as fresh:
         for file in (old, fresh):
             check_other(file.location, out)

@@ -49,7 +49,7 @@ from .delta import (
 )
 from .goldens import read_goldens
 from .safetensors import Stamp, TensorRow
-from .weight_set import SIGNATURE_SUFFIX, FileSet, StoredTensor, goldens_path, open_weights
+from .weight_set import SIGNATURE_SUFFIX, FileSet, StoredTensor, check_weights_name, goldens_path, open_weights
 
 _MOST_SIGNATURE = 1 << 20  # bytes
 _AGAIN = "The file is damaged: copy it again, or write the delta again."
@@ -91,6 +91,7 @@ def merged_delta(
 ) -> Iterator[tuple[Delta, Callable[[], None]]]:
     """Write what `merge_deltas` does to a temporary name, and yield a function that puts it in place."""
     check_writable(out)
+    check_weights_name(out)
     with _opened(deltas, out) as chain:
         last = chain.steps[-1]
         texts = joined_labels(last.stamp.labels, labels, out)
@@ -129,6 +130,7 @@ def write_merged_set(base: PathLike, deltas: Sequence[PathLike], out: PathLike) 
 def merged_set(base: PathLike, deltas: Sequence[PathLike], out: PathLike) -> Iterator[tuple[Stamp, Callable[[], None]]]:
     """Write what `write_merged_set` does to a temporary name, and yield a function that puts it in place."""
     check_writable(out)
+    check_weights_name(out)
     with open_weights(base) as full, _opened(deltas, out) as chain:
         check_other(full.location, out)
         first, last = chain.steps[0], chain.steps[-1]

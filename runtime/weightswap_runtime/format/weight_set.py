@@ -18,7 +18,7 @@ from typing import Annotated, NamedTuple, Self
 import msgspec
 
 from weightswap_runtime.decoding import from_json
-from weightswap_runtime.errors import WeightFileError, listed
+from weightswap_runtime.errors import Unsupported, WeightFileError, listed
 from weightswap_runtime.sources.arriving import Arriving
 from weightswap_runtime.sources.byte_source import ByteSource, Check, LocalFile
 from weightswap_runtime.sources.location import Location, Url, as_location, folder_behind
@@ -174,6 +174,12 @@ def goldens_path(weights: str | os.PathLike[str]) -> Path:
     """Return `v1.goldens.safetensors` for `v1.safetensors`, or for the index of its shards."""
     path = weights if isinstance(weights, Path) else Path(weights)
     return path.with_name(goldens_name(path.name))
+
+
+def check_weights_name(path: str | os.PathLike[str]) -> None:
+    """Raise Unsupported for a name of goldens: they would be lost, and no folder lists such a file as weights."""
+    if Path(path).name.endswith(GOLDENS_SUFFIX):
+        raise Unsupported(f"{path}: names in *{GOLDENS_SUFFIX} are for goldens; give the weight file another name")
 
 
 def companions(name: str) -> tuple[str, str]:

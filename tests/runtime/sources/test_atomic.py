@@ -9,6 +9,8 @@ from typing import BinaryIO
 
 import pytest
 
+from tests.support.tiny import WriteWeights
+from weightswap_runtime import write_delta
 from weightswap_runtime.sources import writing as files
 from weightswap_runtime.sources.writing import PendingFile, new_file, remove_abandoned
 
@@ -30,6 +32,19 @@ def test_only_abandoned_files_with_the_prefix_are_removed(tmp_path: Path) -> Non
         file.write(b"data")
     assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "step-2.safetensors"])
     assert remove_abandoned(tmp_path / "nowhere", "step-") == []
+
+
+@pytest.mark.parametrize("given", ["d.safetensors", "link.safetensors"])
+def test_weights_are_written_where_killed_writers_of_the_same_name_have_left_nothing(
+    given: str, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (tmp_path / "link.safetensors").symlink_to(folder / "d.safetensors")
+    abandoned(folder, "d.safetensors")
+    other = abandoned(folder, "other.safetensors")
+    write_delta(weight_file(0), weight_file(1), (folder if given == "d.safetensors" else tmp_path) / given)
+    assert sorted(folder.iterdir()) == [other, folder / "d.safetensors"]
 
 
 def test_a_file_may_get_its_name_at_the_end(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from weightswap_runtime import (
 )
 from weightswap_runtime.format.canonical import canonical_order, pack_ranges, render_header
 from weightswap_runtime.format.delta import DELTA_KEY
+from weightswap_runtime.format.merging import write_merged_set
 from weightswap_runtime.format.safetensors import TensorRow
 from weightswap_runtime.tensors import block_digests
 
@@ -263,6 +264,21 @@ def test_files_without_a_possible_delta_are_refused(
         write_delta(delta_file, weight_file(1), tmp_path / "dd.safetensors")
     with pytest.raises(Unsupported, match="only local files can be written"):
         write_delta(weight_file(0), weight_file(1), "s3://bucket/d.safetensors")
+
+
+def test_no_delta_takes_the_place_of_goldens(weight_file: WriteWeights, tmp_path: Path) -> None:
+    goldens = tmp_path / "v9.goldens.safetensors"
+    goldens.write_bytes(b"recorded")
+    delta = write_delta(weight_file(0), weight_file(1), tmp_path / "d.safetensors").path
+    writers: list[Callable[[], object]] = [
+        lambda: write_delta(weight_file(0), weight_file(1), goldens),
+        lambda: merge_deltas([delta], goldens),
+        lambda: write_merged_set(weight_file(0), [delta], goldens),
+    ]
+    for write in writers:
+        with pytest.raises(Unsupported, match=r"names in \*\.goldens\.safetensors are for goldens"):
+            write()
+    assert goldens.read_bytes() == b"recorded"
 
 
 @pytest.mark.parametrize("name", ["x" * 255 + ".safetensors", "x\0.safetensors", "file/x.safetensors"])
