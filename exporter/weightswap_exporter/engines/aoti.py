@@ -30,6 +30,7 @@ import torch._inductor
 from torch._guards import detect_fake_mode
 from torch._inductor import config, cpu_vec_isa, lowering
 from torch._inductor.codecache import AotCodeCompiler
+from torch._inductor.codegen.cpp import CppOverrides
 from torch._inductor.utils import fresh_inductor_cache
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensor
@@ -401,7 +402,9 @@ def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iter
         vectors = mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(processor)])
         sources = mock.patch.object(AotCodeCompiler, "compile", _compile_checked(where))
         lowerings = nullcontext() if on_gpu else mock.patch.dict(lowering.lowerings, _cpu_lowerings())
-        with warnings.catch_warnings(action="ignore"), fresh_inductor_cache(dir=folder), vectors, sources, lowerings:
+        casts = mock.patch.multiple(CppOverrides, abs=staticmethod(_abs), truncdiv=staticmethod(_quotient))
+        cache = fresh_inductor_cache(dir=folder)
+        with warnings.catch_warnings(action="ignore"), cache, vectors, sources, lowerings, casts:
             yield
     except Exception as error:
         if ours := next((cause for cause in _chain(error) if isinstance(cause, CaptureError)), None):
@@ -436,6 +439,17 @@ def _vectors(target: Target) -> cpu_vec_isa.VecISA:
 
     vectors: cpu_vec_isa.VecISA = Vectors()
     return vectors
+
+
+# C++ computes small integers as int, where none wraps around. AOTInductor casts most results back, but not these two.
+
+
+def _abs(x: Any) -> str:
+    return f"decltype({x})(std::abs({x}))"
+
+
+def _quotient(a: Any, b: Any) -> str:
+    return f"decltype({a})({a} / {b})"
 
 
 def _explained(where: str, error: Exception) -> Exception:

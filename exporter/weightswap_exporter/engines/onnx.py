@@ -327,6 +327,7 @@ def _adapt_node(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             (is_remainder_of_fractions, exact_remainder),
             (is_floor_of_fractions, exact_floor),
             (_orders_integers, _exact_order),
+            (_is_angle, _exact_angle),
         ):
             if applies(node):
                 rewrite(graph, node)
@@ -529,6 +530,37 @@ def _extreme(graph: torch.fx.Graph, values: torch.fx.Node, dim: int, name: str, 
     place = aten.argmin.default if "min" in name else aten.argmax.default
     found = graph.call_function(aten.gather.default, (values, dim, graph.call_function(place, (values, dim, True))))
     return found if keep else graph.call_function(aten.squeeze.dim, (found, dim))
+
+
+def _is_angle(node: torch.fx.Node) -> bool:
+    """Return whether the node is `atan2`, whose translation loses NaN, and has other quadrants at 0 and infinity."""
+    return node.target in (torch.ops.aten.atan2.default, torch.ops.aten.atan2_.default)
+
+
+def _exact_angle(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    aten, dtype = torch.ops.aten, node.meta["val"].dtype
+    wide = torch.promote_types(dtype, torch.float32)  # in which eager computes it
+
+    def call(target: Any, *args: Any) -> torch.fx.Node:
+        return graph.call_function(target, args)
+
+    def is_negative(value: torch.fx.Node) -> torch.fx.Node:  # also -0.0, whose reciprocal is negative infinity
+        below = call(aten.lt.Scalar, call(aten.reciprocal.default, value), 0)
+        return call(aten.logical_or.default, call(aten.lt.Scalar, value, 0), below)
+
+    with graph.inserting_before(node):
+        y, x = (call(aten.to.dtype, value, wide) for value in node.args)
+        height, width = (call(aten.abs.default, value) for value in (y, x))
+        steep = call(aten.atan.default, call(aten.div.Tensor, height, width))
+        eighth = call(aten.atan.default, call(aten.ones_like.default, steep))  # of a turn, in all digits of the dtype
+        both_infinite = call(aten.eq.Scalar, call(aten.minimum.default, height, width), math.inf)
+        both_zero = call(aten.eq.Scalar, call(aten.maximum.default, height, width), 0)
+        acute = call(aten.where.self, both_infinite, eighth, call(aten.where.self, both_zero, height, steep))
+        obtuse = call(aten.sub.Tensor, call(aten.mul.Scalar, eighth, 4), acute)
+        angle = call(aten.where.self, is_negative(x), obtuse, acute)
+        result = call(aten.where.self, is_negative(y), call(aten.neg.default, angle), angle)
+        result = call(aten.to.dtype, result, dtype)
+    replace(graph, node, result)
 
 
 def _int64(graph: torch.fx.Graph, value: Any) -> torch.fx.Node:

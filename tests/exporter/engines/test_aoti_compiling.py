@@ -166,6 +166,22 @@ def test_bytes_and_the_last_digits_are_those_of_eager(dtype: torch.dtype, some: 
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_small_integers_wrap_around_in_machine_code(tmp_path: Path) -> None:
+    def act(m: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        sizes = [each.abs() for each in (*given, m.short, m.byte)]
+        quotient = torch.div(given[0], m.divisor, rounding_mode="trunc")
+        found = [each.to(torch.int32) for each in (*sizes, quotient)]
+        return [*found, sizes[0] > 0, sizes[1] + sizes[2], sizes[2] / 3, sizes[3] * m.short, quotient / 3]
+
+    x, y = torch.tensor([-(2**15), 7, -8], dtype=torch.int16), torch.tensor([-128, 100, -3], dtype=torch.int8)
+    divisor = torch.tensor([-1, -2, 3], dtype=torch.int16)
+    eager = Does(act, short=nn.Buffer(x.flip(0)), byte=nn.Buffer(y.flip(0)), divisor=nn.Buffer(divisor))
+    artifact = export(eager, ([x, y],), out=tmp_path / "a")
+    model = loaded(compile_engines(artifact, ["aoti"], trial=False), tmp_path, eager, engine="aoti")
+    for found, expected in zip(model([x, y]), eager([x, y]), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("engine", ["onnx", pytest.param("aoti", marks=pytest.mark.slow)])
 def test_divisions_by_sizes(engine: str, tmp_path: Path) -> None:
     def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.export import Dim
 
 from tests.support.forks import in_a_child
-from tests.support.models import Everything, Nested
+from tests.support.models import Does, Everything, Nested
 from tests.support.sessions import bound_of
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_exporter.engines.compiling import with_files
@@ -226,6 +226,22 @@ def test_fractions_are_divided_with_all_their_digits(
     answers = served(model(), (x, y), tmp_path)(x.numpy(), y.numpy())
     for found, wanted in zip(answers, model()(x, y), strict=True):
         np.testing.assert_array_equal(found, wanted.numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
+def test_angles_are_those_of_eager_in_every_quadrant(dtype: torch.dtype, tmp_path: Path) -> None:
+    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        angles = [torch.atan2(x, m.other), torch.atan2(x[:, None], x), torch.atan2(m.other[0], x)]
+        return [*angles, x.clone().atan2_(m.other)] if x.is_floating_point() else angles
+
+    some = [0.0, -0.0, 1.0, -1.0, 3.0, -100.0]
+    some += [torch.inf, -torch.inf, torch.nan, 1e-4, -6e4] if dtype.is_floating_point else []
+    x = torch.tensor(some).to(dtype)
+    eager = Does(act, other=nn.Buffer(x.flip(0)))
+    model = served(eager, (x,), tmp_path)
+    tolerance = 1e-3 if dtype is torch.float16 else 1e-6
+    for found, expected in zip(map(torch.as_tensor, model(x.numpy())), eager(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def test_outputs_outlive_the_model(made: Path) -> None:
