@@ -39,7 +39,7 @@ from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, NamedTen
 from weightswap_runtime.format.model_config import CONFIG_NAME, MOST_CONFIG, check_config
 from weightswap_runtime.format.names import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key, patterns, tied_names
 from weightswap_runtime.format.safetensors import TensorRow, label_problem
-from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
+from weightswap_runtime.format.weight_set import check_weights_name, goldens_path
 from weightswap_runtime.sources.location import check_writable
 from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.sources.writing import companion, is_file
@@ -130,8 +130,9 @@ def pack(
     Memory: one tensor of the checkpoint at a time, and the inputs of a weight that is computed; with `model`, the whole
     module and the whole checkpoint. A file in the format before torch 1.6 is read whole.
 
-    The file appears whole or not at all, and old goldens stay with an old file. Raises CheckpointError,
-    WeightFileError, ParityError for goldens that cannot be recorded, and WeightsMismatch with every problem found.
+    The file appears whole or not at all, and old goldens stay with an old file. Raises CheckpointError, Unsupported for
+    a name of goldens, WeightFileError, ParityError for goldens that cannot be recorded, and WeightsMismatch with every
+    problem found.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     if load is not None and model is None:
@@ -141,7 +142,8 @@ def pack(
         model = peft_base(model) if model is not None else None
     check_writable(out)
     texts = checked_labels(labels)
-    path = _check_name(Path(out))
+    path = Path(out)
+    check_weights_name(path)
     eager = model if model is not None else source
     record_from = recorder(eager, opened, goldens, tolerance)
     if isinstance(source, str | os.PathLike):
@@ -249,12 +251,6 @@ def checked_labels(labels: Mapping[str, object] | None) -> dict[str, str]:
     if problem := label_problem(texts):
         raise CheckpointError(f"labels: {problem}")
     return texts
-
-
-def _check_name(path: Path) -> Path:
-    if path.name.endswith(GOLDENS_SUFFIX):
-        raise CheckpointError(f"{path}: names in *{GOLDENS_SUFFIX} are for goldens; give the weight file another name")
-    return path
 
 
 def _check_other(out: Path, files: Iterable[Path | None], what: str = "the checkpoint") -> None:

@@ -14,9 +14,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from threading import Condition, RLock
+from threading import Condition, Event, RLock
 
 from weightswap_runtime.errors import ModelClosed, ModelFailed, NoWeights, StagingBusy, WaitTimeout, plural
 from weightswap_runtime.format.identity import Identity
@@ -273,6 +273,7 @@ class Turns:
         # Of the thread whose turn it is. Listeners run meanwhile: where one forks, and does not return in the child,
         # other threads there get another lock, as nobody will release this one.
         self._swap_lock = RLock()
+        self._line: list[Event] = []  # places of those who wait in `wait_for_turn`, as they came
 
     @contextmanager
     def queue(self) -> Iterator[None]:
@@ -287,14 +288,36 @@ class Turns:
 
     @contextmanager
     def wait_for_turn(self, check: Check) -> Iterator[None]:
-        """Wait as in `queue`, and call `check` meanwhile. For threads in which no signal handler runs."""
+        """Wait as in `queue`, and call `check` meanwhile. For threads in which no signal handler runs.
+
+        Those who wait in this way get their turns as they came, so that of several weights the last ones stay.
+        """
         lock = self._swap_lock
-        while not lock.acquire(timeout=POLL_SECONDS):
-            check()
+        with nullcontext() if lock._is_owned() else self._in_line(check):  # type: ignore[attr-defined]
+            while not lock.acquire(timeout=POLL_SECONDS):
+                check()
         try:
             yield
         finally:
             lock.release()
+
+    @contextmanager
+    def _in_line(self, check: Check) -> Iterator[None]:
+        """Wait until all who came before have left the line: among those who ask a lock now and then, anybody is next.
+
+        The place in the line is held within the block.
+        """
+        line, place = self._line, Event()
+        line.append(place)
+        try:
+            while line[0] is not place:
+                place.wait(POLL_SECONDS)
+                check()
+            yield
+        finally:
+            line.remove(place)
+            for first in line[:1]:
+                first.set()
 
     @contextmanager
     def claimed(self) -> Iterator[Claim]:
