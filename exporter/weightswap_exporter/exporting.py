@@ -25,7 +25,7 @@ from weightswap_exporter.capture.capture import (
 )
 from weightswap_exporter.capture.classify import Tables, classify, overlapping
 from weightswap_exporter.capture.conversion import record_conversion
-from weightswap_exporter.capture.decoders import decoder
+from weightswap_exporter.capture.decoders import decoder, dropped_settings
 from weightswap_exporter.capture.describe import describe_method
 from weightswap_exporter.capture.tracing import CheckpointTensors, Load
 from weightswap_exporter.checkpoints.loading import example_checkpoint, kinds_file
@@ -176,9 +176,13 @@ def export_decoder(
     model: one with key-value caches, real or built under `skeleton()`. length: capacity of a context in tokens, prompt
     and answer together. batch: number of sequences that are generated side by side. Both are fixed. out, checkpoint,
     engines, variants, on_step: as in `export`. What generates is not split over ranks. Raises the errors of `export`,
-    and Unsupported for a model whose memory is not a key-value cache.
+    and Unsupported for a model whose memory is not a key-value cache. Warns of settings of its generation_config with
+    which transformers chooses other tokens; only the end tokens are kept.
     """
-    prepared, methods, generation = decoder(peft_base(model) if variants else model, length, batch)
+    base = peft_base(model) if variants else model
+    prepared, methods, generation = decoder(base, length, batch)
+    if text := dropped_settings(base):
+        warn(text)
     return _export(
         prepared,
         methods,

@@ -6,6 +6,7 @@ import http.client
 import json
 import queue
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -193,7 +194,7 @@ def test_a_stream_that_breaks_says_so(server: Server, monkeypatch: pytest.Monkey
 
 
 def streamed(
-    server: Server, ids: np.ndarray[Any, Any], shape: Sequence[int] | None = None, **parameters: Any
+    server: Server, ids: np.ndarray[Any, Any], shape: Sequence[int] | None = None, version: str = "", **parameters: Any
 ) -> list[Any]:
     """Return the responses that the protocol's own client gets over a stream, up to the empty one."""
     told: queue.Queue[Any] = queue.Queue()
@@ -201,7 +202,7 @@ def streamed(
     tensor.set_shape(ids.shape if shape is None else shape)
     with triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:
         client.start_stream(lambda result, error: told.put(error or result))
-        client.async_stream_infer("llama", [tensor], enable_empty_final_response=True, parameters=parameters)
+        client.async_stream_infer("llama", [tensor], version, enable_empty_final_response=True, parameters=parameters)
         found = []
         while True:
             piece = told.get(timeout=120)
@@ -219,6 +220,20 @@ def test_tokens_come_one_by_one_over_grpc(server: Server, model: Model) -> None:
     assert [piece.as_numpy("output_ids").tolist() for piece in found] == [[token] for token in wanted]
     assert {piece.get_response().parameters["weights_id"].string_param for piece in found} == {model.weights_id}
     until_closed(server)
+
+
+def test_a_stream_that_names_a_version_is_answered_by_it_alone(files: tuple[Path, Path, Path]) -> None:
+    """Also if another one is committed while the stream waits for the model's thread."""
+    model = load(files[0], files[1])
+    with serving({"llama": model}, grpc_port=0) as server:
+        with ThreadPoolExecutor() as pool, occupied(server):
+            found = pool.submit(streamed, server, np.array(PROMPT), version="0", max_tokens=3)
+            assert eventually(lambda: server.service.streams == 1)
+            model.swap(files[2])
+        with pytest.raises(triton.InferenceServerException, match="version 0"):
+            found.result(120)
+        assert len(streamed(server, np.array(PROMPT), version="1", max_tokens=3)) == 3
+        until_closed(server)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,24 @@ from weightswap_runtime.format.manifest import TextGeneration
 from .capture import MethodSpec
 
 _TABLES = r"(?:^|\.)(?:wpe|\w*position\w*)$"  # names of embeddings of positions in transformers' models
+# settings of transformers' `generate` that change tokens without being asked for, and their values that do not
+_SETTINGS: dict[str, Any] = {
+    "bad_words_ids": [],
+    "begin_suppress_tokens": [],
+    "encoder_repetition_penalty": 1,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "repetition_penalty": 1,
+    "sequence_bias": {},
+    "stop_strings": [],
+    "suppress_tokens": [],
+}
 _KEYS, _VALUES = "key_cache_{}", "value_cache_{}"  # buffers, by the number of the layer
 
 
@@ -59,6 +77,19 @@ def decoder(model: nn.Module, length: int, batch: int) -> tuple[nn.Module, Mappi
             shared.register_buffer(buffer.format(index), zeros, persistent=False)
     methods = {"prefill": _method("prefill", batch, length, 2), "decode": _method("decode", batch, length, 1)}
     return shared, methods, _generation(owner, length, batch)
+
+
+def dropped_settings(model: nn.Module) -> str | None:
+    """Return a warning of a model's generation settings that its artifact does not have, if there are some."""
+    settings = getattr(model, "generation_config", None)
+    given = {name: getattr(settings, name, None) for name in _SETTINGS}
+    dropped = [f"{name}={value!r:.40}" for name, value in given.items() if value not in (None, _SETTINGS[name])]
+    if not dropped:
+        return None
+    return (
+        f"the model's generation_config has {', '.join(dropped)}, with which transformers chooses other tokens: the "
+        "artifact keeps its end tokens alone. Calls may ask for repetition_penalty and stop"
+    )
 
 
 def _positions(owner: Any) -> float:

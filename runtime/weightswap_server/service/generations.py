@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from weightswap_runtime import TokenStream
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.model.served import choice_of
-from weightswap_server.errors import BadRequest, NotReady, TookTooLong
+from weightswap_server.errors import BadRequest, NotReady, TookTooLong, UnknownModel
 from weightswap_server.protocol import (
     Answered,
     ErrorDocument,
@@ -44,6 +44,7 @@ class OpenGeneration:
         service.open_stream()
         self.request = request
         self.name = name
+        self._version = version
         self.answered = Answered(0, "")
         self._service, self._served = service, served
         self._stream: TokenStream | None = None
@@ -57,7 +58,8 @@ class OpenGeneration:
         return max(0.0, self._began + self._service.settings.stream_timeout - time.monotonic())
 
     def next(self) -> Future[Any]:
-        """Return a future of the next piece, or of END. Raises NotReady; the future, what `Model.generate` raises."""
+        """Return a future of the next piece, or of END. Raises NotReady; the future, what `Model.generate` raises, and
+        UnknownModel if another generation than the requested one is served by then."""
         return self._served.thread.do(self._next)
 
     def timed_out(self) -> TookTooLong:
@@ -123,6 +125,8 @@ class OpenGeneration:
                 seed=parameters.seed,
                 stream=True,
             )
+            if self._version not in ("", str(self._stream.generation)):  # it was served when the request came
+                raise UnknownModel(f"{self.name} version {self._version}: only {self._stream.generation} is served")
             variant = write_variants(choice.ids) if choice is not None else ""
             self.answered = Answered(self._stream.generation or 0, self._stream.weights_id or "", variant)
         piece = next(self._stream, END)

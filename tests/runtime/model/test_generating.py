@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -214,6 +215,25 @@ def run(command: typer.Typer, *arguments: object) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     return 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"repetition_penalty": 1.3}, "generation_config has repetition_penalty=1.3, with"),
+        ({"forced_eos_token_id": 0, "min_new_tokens": 1}, "has forced_eos_token_id=0, min_new_tokens=1, with"),
+        ({"repetition_penalty": 1.0, "num_beams": 1, "suppress_tokens": [], "temperature": 0.6, "do_sample": True}, ""),
+    ],
+)
+def test_settings_of_a_model_that_change_its_tokens_are_named(settings: Any, says: str, tmp_path: Path) -> None:
+    eager = built("Llama")
+    for name, value in settings.items():
+        setattr(eager.generation_config, name, value)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        export_decoder(eager, out=tmp_path / "a.artifact", length=LENGTH)
+    texts = [str(each.message) for each in told if "generation_config" in str(each.message)]
+    assert [says in text for text in texts] == [True] * bool(says)
 
 
 def test_caches_take_no_bytes_in_the_artifact(one: Exported) -> None:
