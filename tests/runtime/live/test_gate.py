@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.machines import run_in_any_order
-from weightswap_runtime import ModelFailed, NoWeights, WaitTimeout
+from weightswap_runtime import ModelFailed, NoWeights, StagingBusy, WaitTimeout
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.jobs import Claim, ClaimReference
-from weightswap_runtime.live.gate import Gate, Version, _held_leases
+from weightswap_runtime.live.gate import Gate, Turns, Version, _held_leases
 
 
 class Place:
@@ -159,3 +159,28 @@ def test_a_thread_with_the_number_of_one_that_ended_has_not_pinned_anything() ->
     assert numbers[0] in numbers[1:]  # the system gives them out again
     assert len(refusals) == len(numbers) - 1
     assert all("still held by 1 call" in refusal for refusal in refusals)
+
+
+def test_turns_are_those_of_whoever_came_first_and_still_waits() -> None:
+    turns, had = Turns(), list[int]()
+    looked, gives_up = [threading.Event() for _ in range(5)], threading.Event()
+
+    def take(number: int) -> None:
+        def look() -> None:
+            looked[number].set()
+            if number in (0, 2) and gives_up.is_set():
+                raise StagingBusy("waited for long enough")
+
+        with turns.wait_for_turn(look):
+            had.append(number)
+
+    with ThreadPoolExecutor() as pool:
+        with turns.wait_for_turn(lambda: None), turns.wait_for_turn(lambda: None):  # nobody waits for his own turn
+            taken = []
+            for number, has_looked in enumerate(looked):
+                taken.append(pool.submit(take, number))
+                assert has_looked.wait(60)
+            gives_up.set()
+            assert [isinstance(taken[number].exception(60), StagingBusy) for number in (0, 2)] == [True, True]
+        assert [taken[number].result(60) for number in (1, 3, 4)] == [None, None, None]
+    assert had == [1, 3, 4]

@@ -25,6 +25,7 @@ from tests.support import warm
 from tests.support.descriptors import descriptors
 from tests.support.forks import in_a_child
 from tests.support.refusals import because
+from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, Values, WriteWeights, serves
 from tests.support.watched import eventually
 from weightswap_exporter import export
@@ -404,6 +405,19 @@ def test_half_a_message_is_given_up(served: Model, at: str) -> None:
         assert channel._socket.recv(1) == b""
         assert receiver.alive
         channel.close()
+
+
+def test_weights_whose_sender_has_gone_are_served_in_their_turn(
+    served: Model, receiver: Receiver, at: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    with served.turn(lambda: None):
+        channel, descriptor = connected(at), in_memory(weight_file(1).read_bytes())
+        channel.send(Offer(VERSION, tiny.manifest.graph_id, weights_id_of(weight_file(1))), Far, descriptor)
+        assert eventually(lambda: bool(receiver._connections))
+        channel.close()
+        os.close(descriptor)
+    assert eventually(lambda: not receiver._connections)
+    assert serves(served, 1)
 
 
 def test_who_comes_when_many_are_connected_is_told(
