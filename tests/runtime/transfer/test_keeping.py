@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from tests.support.watched import eventually
 from weightswap_exporter import export
 from weightswap_runtime import DigestMismatch, KeptFiles, Unsupported, WeightFileError, load
+from weightswap_runtime.transfer import keeping
 
 
 def kept_ids(kept: KeptFiles) -> list[str]:
@@ -130,3 +132,32 @@ def test_a_directory_that_cannot_be_made_is_refused(tiny: TinyArtifact, tmp_path
     (tmp_path / "file").touch()
     with pytest.raises(WeightFileError, match="cannot be made"):
         load(tiny.path).keep(tmp_path / "file")
+
+
+def test_the_newest_stays_the_newest_when_the_clock_is_set_back(
+    tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what comes next would be removed at once as the oldest, and a restart would begin with older weights."""
+    with load(tiny.path) as model:
+        model.keep(tmp_path, last=2)
+        for seed in (1, 2):
+            model.swap(tiny.values(seed))
+            assert eventually(lambda: serves_after_restart(tiny, tmp_path, seed))  # noqa: B023
+
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return super().now(tz) - timedelta(hours=1)
+
+    monkeypatch.setattr(keeping, "datetime", Earlier)
+    for seed in (3, 4, 5):
+        with load(tiny.path) as model:
+            kept = model.keep(tmp_path, last=2)
+            model.swap(tiny.values(seed))
+        assert serves_after_restart(tiny, tmp_path, seed)
+        assert len(kept.files) == 2
+
+
+def serves_after_restart(tiny: TinyArtifact, directory: Path, seed: int) -> bool:
+    newest = keeping.newest_kept(directory)
+    return newest is not None and serves(load(tiny.path, newest), seed)
