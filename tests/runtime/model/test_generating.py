@@ -114,6 +114,16 @@ def long_phi(original: int) -> Any:
     return transformers.Phi3ForCausalLM(config).eval()
 
 
+def gpt_neo() -> Any:
+    """A model that takes the position of a token from the number of cached keys."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+    kinds = [[["global", "local"], 1]]
+    config = transformers.GPTNeoConfig(**sizes, attention_types=kinds, window_size=4, max_position_embeddings=64)
+    return transformers.GPTNeoForCausalLM(config).eval()
+
+
 class Exported(NamedTuple):
     models: list[Any]
     artifact: Artifact
@@ -501,6 +511,12 @@ def test_models_that_do_not_generate(tmp_path: Path) -> None:
         export_decoder(built("GPT2LMHead"), out=tmp_path / "a", length=65)
     with pytest.raises(Unsupported, match="Phi3ForCausalLM rotates all keys differently beyond 23 tokens"):
         export_decoder(long_phi(23), out=tmp_path / "a", length=LENGTH)
+    with pytest.raises(Unsupported, match=r"GPTNeoForCausalLM masks .* \(transformer\.h\.0\.attn\.attention\.bias\)"):
+        export_decoder(gpt_neo(), out=tmp_path / "a", length=8)
+    with skeleton():
+        hollow = gpt_neo()
+    with pytest.raises(Unsupported, match="GPTNeoForCausalLM masks"):
+        export_decoder(hollow, out=tmp_path / "a", length=8)
     with pytest.raises(Unsupported, match="length=1"):
         export_decoder(built("Llama"), out=tmp_path / "a", length=1)
     artifact = export(linear.eval(), (torch.ones(1, 2),), out=tmp_path / "b")
