@@ -194,8 +194,8 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
 
     text_input: str | None = None
     input_ids: list[Count] | None = None
-    id: str = ""
-    parameters: GenerateParameters = msgspec.field(default_factory=GenerateParameters)
+    id: str | None = None
+    parameters: GenerateParameters | None = None
 
 
 class GenerateResponse(Struct, omit_defaults=True):

@@ -84,6 +84,8 @@ def test_tokens_come_one_by_one(server: Server, model: Model) -> None:
     assert all(event["parameters"] == {"generation": 0, "weights_id": model.weights_id} for event in events(found.body))
     whole = ask(server, GENERATE, {**asked(max_tokens=6), "id": "7"})
     assert (whole.json["output_ids"], whole.json["id"], whole.json["model_version"]) == (wanted, "7", "0")
+    plain = {"input_ids": PROMPT, "text_input": None, "id": None, "parameters": None}  # optional members may be null
+    assert ask(server, GENERATE, plain).json.items() >= {"output_ids": model.generate(PROMPT)}.items()
     until_closed(server)
 
 

@@ -69,6 +69,10 @@ def decoder(model: nn.Module, length: int, batch: int) -> tuple[nn.Module, Mappi
         raise Unsupported(
             f"length={length}: {name} rotates all keys differently beyond {rotated} tokens, including cached ones"
         )
+    if (mask := _own_mask(model)) is not None:
+        raise Unsupported(
+            f"{name} masks by the number of cached keys, which a cache of fixed size does not have ({mask})"
+        )
     shared = _sharing(model)
     shared.__class__ = type(type(model).__name__, (_Methods, type(model)), {"cache_length": length})
     for index, shapes in enumerate(_cache_shapes(owner, batch)):
@@ -99,6 +103,17 @@ def _positions(owner: Any) -> float:
     ]
     limit: int | None = getattr(owner.config.get_text_config(), "max_position_embeddings", None)
     return limit if limit is not None and tables else math.inf
+
+
+def _own_mask(model: nn.Module) -> str | None:
+    """Return the name of a table of causal masks, [1, 1, n, n], that attention cuts by the numbers of queries and keys.
+
+    With a full-length cache all queries would count as the last ones. Other models make masks from cache positions.
+    """
+    tables = ((name, each) for name, each in model.named_buffers() if each.dtype == torch.bool)
+    return next(
+        (name for name, each in tables if each.dim() == 4 and each.shape == (1, 1, *[each.shape[-1]] * 2)), None
+    )
 
 
 def _longest_for_rope(config: Any) -> float:

@@ -311,6 +311,8 @@ class Tokenizer:
             self._loaded: Any = Loaded.from_file(str(self._file))
             self._loaded.no_padding()  # as transformers does: training may have left these settings in the file
             self._loaded.no_truncation()
+            added = self._loaded.get_added_tokens_decoder().values()
+            self._special = {token.content for token in added if token.special}
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, with the special tokens that the model expects around it. Raises Unsupported."""
@@ -337,17 +339,24 @@ class Tokenizer:
             raise Unsupported(f"{self._file}: {what} ({error})") from error
 
     def pieces(self, tokens: Iterator[int]) -> Iterator[str]:
-        """Yield the text as it grows; a character that takes several tokens comes with the last of them."""
+        """Yield the text as it grows; what the next tokens may still change comes when they no longer can."""
         seen: list[int] = []
         yielded = ""
+        in_bytes = False  # whether the text ends in bytes, which are decoded together: one may make all of them invalid
         for token in tokens:
             seen.append(token)
-            text = self.decode(seen)
-            if not text.endswith("\ufffd"):
+            name = self._loaded.id_to_token(token)
+            if name is not None and name not in self._special:  # others are left out of the text, even between bytes
+                in_bytes = _is_byte(name)
+            if not in_bytes and not (text := self.decode(seen)).endswith("\ufffd"):
                 yield text[len(yielded) :]
                 yielded = text
         if (text := self.decode(seen)) != yielded:
             yield text[len(yielded) :]
+
+
+def _is_byte(name: str) -> bool:
+    return len(name) == 6 and name.startswith("<0x") and name.endswith(">")
 
 
 def find_tokenizer(sources: Iterable[str], artifact: Location) -> Tokenizer:

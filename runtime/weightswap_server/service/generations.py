@@ -19,6 +19,7 @@ from weightswap_server.errors import BadRequest, NotReady, TookTooLong, UnknownM
 from weightswap_server.protocol import (
     Answered,
     ErrorDocument,
+    GenerateParameters,
     GenerateRequest,
     GenerateResponse,
     read_variants,
@@ -40,7 +41,8 @@ class OpenGeneration:
             raise Unsupported(f"{name} does not generate; its artifact has no key-value caches")
         if (request.text_input is None) == (request.input_ids is None):
             raise BadRequest("expected either text_input or input_ids")
-        self._variants = read_variants(request.parameters.variant)
+        self._parameters = request.parameters or GenerateParameters()
+        self._variants = read_variants(self._parameters.variant)
         service.open_stream()
         self.request = request
         self.name = name
@@ -89,7 +91,7 @@ class OpenGeneration:
 
     def document(self, pieces: list[Any]) -> GenerateResponse:
         """Return the response with some pieces."""
-        answer = GenerateResponse(self.name, str(self.answered.generation), self.answered, id=self.request.id)
+        answer = GenerateResponse(self.name, str(self.answered.generation), self.answered, id=self.request.id or "")
         if self.request.text_input is None:
             answer.output_ids = pieces
         else:
@@ -109,7 +111,7 @@ class OpenGeneration:
 
     def _next(self) -> Any:
         if self._stream is None:
-            parameters = self.request.parameters
+            parameters = self._parameters
             prompt = self.request.text_input if self.request.input_ids is None else self.request.input_ids
             model = self._served.model
             choice = choice_of(model, self._variants) if self._variants else None

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import typer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.graph_calls import hold_calls
@@ -38,7 +38,7 @@ from weightswap_runtime import (
 from weightswap_runtime.engines.choosing import EngineName
 from weightswap_runtime.errors import visible_lines
 from weightswap_runtime.format.manifest import decode_manifest
-from weightswap_runtime.model.generation import Sampling, choose, probabilities
+from weightswap_runtime.model.generation import Sampling, Tokenizer, choose, probabilities
 from weightswap_tools.commands.run import generate_command
 
 LENGTH, VOCABULARY = 24, 64
@@ -112,6 +112,16 @@ def long_phi(original: int) -> Any:
     config = transformers.Phi3Config(**sizes, rope_parameters=turning)
     torch.manual_seed(0)
     return transformers.Phi3ForCausalLM(config).eval()
+
+
+def gpt_neo() -> Any:
+    """A model that takes the position of a token from the number of cached keys."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+    kinds = [[["global", "local"], 1]]
+    config = transformers.GPTNeoConfig(**sizes, attention_types=kinds, window_size=4, max_position_embeddings=64)
+    return transformers.GPTNeoForCausalLM(config).eval()
 
 
 class Exported(NamedTuple):
@@ -501,6 +511,12 @@ def test_models_that_do_not_generate(tmp_path: Path) -> None:
         export_decoder(built("GPT2LMHead"), out=tmp_path / "a", length=65)
     with pytest.raises(Unsupported, match="Phi3ForCausalLM rotates all keys differently beyond 23 tokens"):
         export_decoder(long_phi(23), out=tmp_path / "a", length=LENGTH)
+    with pytest.raises(Unsupported, match=r"GPTNeoForCausalLM masks .* \(transformer\.h\.0\.attn\.attention\.bias\)"):
+        export_decoder(gpt_neo(), out=tmp_path / "a", length=8)
+    with skeleton():
+        hollow = gpt_neo()
+    with pytest.raises(Unsupported, match="GPTNeoForCausalLM masks"):
+        export_decoder(hollow, out=tmp_path / "a", length=8)
     with pytest.raises(Unsupported, match="length=1"):
         export_decoder(built("Llama"), out=tmp_path / "a", length=1)
     artifact = export(linear.eval(), (torch.ones(1, 2),), out=tmp_path / "b")
@@ -538,6 +554,82 @@ def test_text_in_and_out(one: Exported, tokenizer: Path) -> None:
     cut = model.generate("ABC", max_new_tokens=10, tokenizer=tokenizer, stop=[text[2:4]])
     assert text.startswith(cut)
     assert text[2:4] in cut
+
+
+_BYTES = [f"<0x{byte:02X}>" for byte in (0x68, 0x85, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xFF, 0x0A)]
+_WORDS = [
+    "h",
+    "\u2581",
+    "\u2581a",
+    " ",
+    "##b",
+    ".",
+    "don",
+    "'",
+    "t",
+    "c</w>",
+    "|",
+    "[PAD]",
+    "\u00e2",
+    "\u00ac",
+    "\ufffd",
+    "",
+]
+_SPACES: dict[str, Any] = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+_METASPACE = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+DECODERS: dict[str, Any] = {
+    "none": None,
+    "Llama": [
+        _SPACES,
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ],
+    "Gemma": [_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}],
+    "bytes of Metaspace": [{"type": "ByteFallback"}, _METASPACE],
+    "ByteLevel": [{"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}],
+    "Metaspace": [_METASPACE],
+    "WordPiece": [{"type": "WordPiece", "prefix": "##", "cleanup": True}],
+    "BPE": [{"type": "BPEDecoder", "suffix": "</w>"}],
+    "CTC": [{"type": "CTC", "pad_token": "[PAD]", "word_delimiter_token": "|", "cleanup": True}],
+    "Strip": [{"type": "Fuse"}, {"type": "Strip", "content": "h", "start": 2, "stop": 0}],
+}
+
+
+NAMES = ["<s>", *_BYTES, *_WORDS]  # of tokens
+
+
+def tokenizer_of(decoders: Any, folder: Path) -> Tokenizer:
+    added = {"content": "<s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+    document = {
+        "version": "1.0",
+        "added_tokens": [{"id": 0, "normalized": False, **added}],
+        "decoder": decoders and {"type": "Sequence", "decoders": decoders},
+        "model": {"type": "WordLevel", "vocab": {name: number for number, name in enumerate(NAMES)}, "unk_token": "h"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize("decoders", DECODERS.values(), ids=DECODERS)
+def test_pieces_of_a_text_joined_are_the_whole_text(decoders: Any, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(decoders, tmp_path)
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.lists(st.integers(0, len(NAMES))))  # the last number is in no vocabulary
+    @example([1, 2])
+    @example([1, 0, 2])
+    @example([3, len(NAMES), 4, 5])
+    def joined(tokens: list[int]) -> None:
+        assert "".join(tokenizer.pieces(iter(tokens))) == tokenizer.decode(tokens)
+
+    joined()
+
+
+def test_bytes_of_a_text_come_with_the_word_after_them(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(DECODERS["Llama"], tmp_path)
+    a, euro, left_out = NAMES.index("\u2581a"), [NAMES.index(f"<0x{byte}>") for byte in ("E2", "82", "AC")], 0
+    assert list(tokenizer.pieces(iter([a, *euro, left_out, a, a, *euro]))) == ["a", "\u20ac a", " a", "\u20ac"]
 
 
 def test_a_penalty_that_overflows_is_refused() -> None:
