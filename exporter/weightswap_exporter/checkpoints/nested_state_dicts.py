@@ -47,6 +47,11 @@ class Choice(NamedTuple):
     ignore: tuple[str, ...] = ()  # patterns of names, with the prefix, to leave out
     kept: frozenset[str] = frozenset()  # names, without the prefix, that are not left out
 
+    @property
+    def depth(self) -> int:
+        """The depth of the deepest mapping that may be the level."""
+        return _DEPTH if self.level is None else min(len(self.level.split(".")), _MOST_DEPTH)
+
     def ignores(self, name: str) -> bool:
         is_kept = known_as(name.removeprefix(self.prefix), self.kept) is not None
         return not is_kept and any(fnmatchcase(name, pattern) for pattern in self.ignore)

@@ -96,7 +96,8 @@ def open_checkpoint(source: Source, choice: Choice = ANYWHERE) -> Iterator[Check
     if isinstance(source, nn.Module):
         yield from_module(source, choice=choice)
     elif isinstance(source, Mapping):
-        yield Checkpoint("the state dict", *nested_levels(_in_torch(source), values_of, "the state dict", choice))
+        tree = _in_torch(source, choice.depth)
+        yield Checkpoint("the state dict", *nested_levels(tree, values_of, "the state dict", choice))
     elif isinstance(source, str | os.PathLike):
         check_scheme(source)
         if is_url(source):
@@ -108,15 +109,19 @@ def open_checkpoint(source: Source, choice: Choice = ANYWHERE) -> Iterator[Check
         raise CheckpointError(f"expected a module, a state dict or a path, got a {type(source).__qualname__}")
 
 
-def _in_torch(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a state dict with copies of its numpy arrays as tensors; those of other dtypes stay what they are."""
+def _in_torch(state: Mapping[Any, Any], depth: int) -> Mapping[Any, Any]:
+    """Return a state dict with copies of its numpy arrays as tensors; those of other dtypes stay what they are.
 
-    def is_numpys(value: Any) -> bool:
-        return type(value) in (np.ndarray, np.memmap) and safetensors_name(value.dtype) is not None
+    depth: of the mappings in it whose arrays are converted, too, as of {"model": {...}}.
+    """
 
-    if not any(map(is_numpys, state.values())):
-        return state
-    return {key: copied_tensor(array_content(value)) if is_numpys(value) else value for key, value in state.items()}
+    def converted(value: Any) -> Any:
+        if type(value) in (np.ndarray, np.memmap) and safetensors_name(value.dtype) is not None:
+            return copied_tensor(array_content(value))
+        return _in_torch(value, depth - 1) if depth and isinstance(value, Mapping) else value
+
+    values = {key: converted(value) for key, value in state.items()}
+    return state if all(values[key] is value for key, value in state.items()) else values
 
 
 def from_module(model: nn.Module, where: str | None = None, choice: Choice = ANYWHERE) -> Checkpoint:

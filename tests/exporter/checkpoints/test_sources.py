@@ -62,6 +62,10 @@ def transposed(state: State) -> State:
     return {key: value.t().contiguous().t() for key, value in tensors(state).items()}
 
 
+def arrays(state: State) -> dict[str, Any]:
+    return {key: value.numpy() for key, value in tensors(state).items()}
+
+
 def by_fqn() -> State:
     torch.manual_seed(5)
     return dict(Renamed().named_parameters())
@@ -73,11 +77,13 @@ def with_ema(state: State) -> State:
 
 SOURCES: dict[str, tuple[str, Callable[[State, Path], object]]] = {
     "a state dict": ("", lambda state, path: state),
-    "numpy's arrays": ("", lambda state, path: {key: value.numpy() for key, value in tensors(state).items()}),
+    "numpy's arrays": ("", lambda state, path: arrays(state)),
     "big-endian arrays": (
         "",
         lambda state, path: {key: value.numpy().astype(">f4") for key, value in tensors(state).items()},
     ),
+    "detectron2's arrays": ("model", lambda state, path: {"model": arrays(state), "__author__": "d2"}),
+    "arrays in two levels": ("state_dict.model", lambda state, path: {"state_dict": {"model": arrays(state)}}),
     "named parameters": ("", lambda state, path: by_fqn()),
     "a trainer's dict": ("model", lambda state, path: whole(state)),
     "below model_state_dict": ("model_state_dict", lambda state, path: {"model_state_dict": state}),
