@@ -21,7 +21,7 @@ from tests.support.administered import BEARER, Operator, operated
 from tests.support.damage import damaged
 from tests.support.served import INFER, X, as_json, ask
 from tests.support.tiny import SLOW, TinyArtifact, WriteDelta, WriteWeights, serves
-from tests.support.watched import eventually
+from tests.support.watched import eventually, somebody_swaps
 from weightswap_runtime import DesiredStore, Model, Staged, WaitTimeout, load
 from weightswap_server.admin.journal import JournalState
 
@@ -412,6 +412,23 @@ def test_a_rollback_does_not_wait_for_what_a_watcher_stages(operator: Operator) 
         assert begun.get(timeout=120) == str(new)
         assert operator.change("rollback", to=operator.model.history[0].weights_id).status == 200
         assert operator.serves(1)
+
+
+@pytest.mark.parametrize("how", ["commit", "canary"])
+def test_what_is_staged_goes_before_weights_that_came_later(operator: Operator, how: str) -> None:
+    """Who brings these has the turn, and waits until nothing is staged any more."""
+    outbox = operator.folder / "outbox"
+    outbox.mkdir()
+    with operator.model.watch(outbox, 0.02):
+        assert operator.change("stage", 2).status == 200
+        operator.file(3).rename(outbox / "v3.safetensors")
+        assert eventually(lambda: somebody_swaps(operator.model))
+        if how == "commit":
+            assert operator.change("commit").status == 200
+        else:
+            assert operator.change("canary", share=0.5, promote_if="requests >= 0").status == 200
+        assert eventually(lambda: operator.serves(3))
+    assert [receipt.by for receipt in operator.model.history] == ["", "token", "watch"]
 
 
 def test_a_rollback_gives_way_to_another_writer(

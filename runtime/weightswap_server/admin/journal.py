@@ -110,12 +110,12 @@ class Journal:
     @contextmanager
     def committing(self, by: str, why: str) -> Iterator[None]:
         """Note the reason of a block's commit, before it is made: the process may die right after it."""
-        self._committing, last = (by, why), self._model.generation
+        before, self._committing, last = self._committing, (by, why), self._model.generation
         self.on_change(JournalState(self._whys | {0 if last is None else last + 1: why}, list(self.refusals)))
         try:
             yield
         finally:
-            self._committing = "", ""
+            self._committing = before  # of a commit under way, which this one was too late for
             self._notify()
 
     def why(self, receipt: SwapReceipt) -> str:

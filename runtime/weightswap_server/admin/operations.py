@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -467,7 +467,13 @@ class ModelOperations:
                 check_promotable(desired_store.read(), change.weights.weights_id, printable(change.request.source))
             revision = change.revision if request.revision is None else request.revision
             write = partial(self._desire, desired_store, change, revision, why, by)
-        with self._turn(_TURN):  # a follower that reads the desired store meanwhile waits for this commit
+        with ExitStack() as stack:
+            # A follower that reads the desired store meanwhile waits for this commit. Who keeps the turn for longer, as
+            # a watcher or a receiver may, waits himself, until these weights are no longer staged; he comes after them.
+            with suppress(StagingBusy):
+                stack.enter_context(self._turn(_TURN))
+            with self._changes.ready(change):  # else another operator commits them
+                pass
             done = self._write_and_commit(change, why, write)
         self.followed.poll_now()
         receipt = self._served(done)
