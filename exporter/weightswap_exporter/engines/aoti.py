@@ -82,6 +82,8 @@ _SETTINGS: Mapping[str, Any] = {
     "freezing": False,
     "max_autotune": False,
     "max_autotune_gemm": False,
+    # else fused code computes in float32 without the casts to 16 bits between: x - x.half().float() would be 0
+    "emulate_precision_casts": True,
     # precompiled headers would go into the user's cache
     "aot_inductor.precompile_headers": False,
     "cpp_cache_precompile_headers": False,

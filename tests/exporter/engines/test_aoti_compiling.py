@@ -182,6 +182,23 @@ def test_small_integers_wrap_around_in_machine_code(tmp_path: Path) -> None:
         assert torch.equal(found, expected)
 
 
+def test_fused_code_rounds_to_16_bits_where_eager_does(tmp_path: Path) -> None:
+    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for narrow, weight in zip((torch.float16, torch.bfloat16), m.buffers(), strict=True):
+            rounded = x.to(narrow)
+            found += [x - rounded.float(), rounded.float() == x, weight.float() - m.wide, rounded.float().sum(1)]
+            found += [(x * 1e6).to(narrow).float(), rounded + 1000 - 1000, (rounded * weight).float() / 3]
+        return [*found, (m.wide - m.wide.half().float()) * 1e3]
+
+    x, wide = (torch.rand(3, 40, generator=torch.Generator().manual_seed(seed)) + 0.5 for seed in range(2))
+    eager = Does(act, f16=nn.Buffer(wide.half()), bf16=nn.Buffer(wide.bfloat16()), wide=nn.Parameter(wide, False))
+    artifact = export(eager, (x,), out=tmp_path / "a")
+    model = loaded(compile_engines(artifact, ["aoti"], trial=False), tmp_path, eager, engine="aoti")
+    for found, expected in zip(model(x), eager(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("engine", ["onnx", pytest.param("aoti", marks=pytest.mark.slow)])
 def test_divisions_by_sizes(engine: str, tmp_path: Path) -> None:
     def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
