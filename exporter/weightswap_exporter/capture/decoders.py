@@ -58,21 +58,12 @@ def decoder(model: nn.Module, length: int, batch: int) -> tuple[nn.Module, Mappi
     import transformers
 
     owner: Any = model
-    name = type(model).__qualname__
     if not isinstance(model, transformers.PreTrainedModel) or not owner.can_generate():
-        raise Unsupported(f"{name}: is not a transformers language model that can generate")
+        raise Unsupported(f"{type(model).__qualname__}: is not a transformers language model that can generate")
     if length < 2 or batch < 1:
         raise Unsupported(f"length={length}, batch={batch}: expected a length of 2 or more, a batch of 1 or more")
-    if length > (positions := _positions(owner)):
-        raise Unsupported(f"length={length}: {name} has only {positions} learned positions")
-    if length > (rotated := _longest_for_rope(owner.config.get_text_config())):
-        raise Unsupported(
-            f"length={length}: {name} rotates all keys differently beyond {rotated} tokens, including cached ones"
-        )
-    if (mask := _own_mask(model)) is not None:
-        raise Unsupported(
-            f"{name} masks by the number of cached keys, which a cache of fixed size does not have ({mask})"
-        )
+    if problem := _problem(owner, length):
+        raise Unsupported(problem)
     shared = _sharing(model)
     shared.__class__ = type(type(model).__name__, (_Methods, type(model)), {"cache_length": length})
     for index, shapes in enumerate(_cache_shapes(owner, batch)):
@@ -81,6 +72,20 @@ def decoder(model: nn.Module, length: int, batch: int) -> tuple[nn.Module, Mappi
             shared.register_buffer(buffer.format(index), zeros, persistent=False)
     methods = {"prefill": _method("prefill", batch, length, 2), "decode": _method("decode", batch, length, 1)}
     return shared, methods, _generation(owner, length, batch)
+
+
+def _problem(owner: Any, length: int) -> str | None:
+    """Return why a model cannot generate from a cache of this length, if that is known."""
+    name = type(owner).__qualname__
+    if owner.config.is_encoder_decoder:
+        return f"{name}: is an encoder-decoder, whose answers do not continue their inputs"
+    if length > (positions := _positions(owner)):
+        return f"length={length}: {name} has only {positions} learned positions"
+    if length > (rotated := _longest_for_rope(owner.config.get_text_config())):
+        return f"length={length}: {name} rotates all keys differently beyond {rotated} tokens, including cached ones"
+    if (mask := _own_mask(owner)) is not None:
+        return f"{name} masks by the number of cached keys, which a cache of fixed size does not have ({mask})"
+    return None
 
 
 def dropped_settings(model: nn.Module) -> str | None:

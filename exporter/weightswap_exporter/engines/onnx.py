@@ -55,6 +55,9 @@ _ROUNDED = {"aten::div", "aten::div_", "aten::fmod", "aten::fmod_"}
 # operators that order int64, for which ONNX Runtime takes half of the bits of a difference
 _BOUNDS = {"minimum", "maximum", "min.other", "max.other", "clamp", "clamp_min", "clamp_max", "clip"}
 _EXTREMES = {"amin", "amax", "min.default", "max.default", "min.dim", "max.dim"}
+_CLAMPS = {
+    getattr(torch.ops.aten, f"{name}{end}").default for name in ("clamp", "clip", "hardtanh") for end in ("", "_")
+}
 _KIND = "pkg.torch.export.graph_signature.OutputSpec.kind"  # metadata key for the role of a value in the method
 _RECURRENT = {"aten::lstm", "aten::gru"}
 _PRODUCTS = {"aten::bmm", "aten::baddbmm", "aten::matmul", "aten::einsum", "aten::scaled_dot_product_attention"}
@@ -328,6 +331,7 @@ def _adapt_node(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             (is_floor_of_fractions, exact_floor),
             (_orders_integers, _exact_order),
             (_is_angle, _exact_angle),
+            (_has_mixed_bounds, _with_bounds_of_fractions),
         ):
             if applies(node):
                 rewrite(graph, node)
@@ -561,6 +565,16 @@ def _exact_angle(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         result = call(aten.where.self, is_negative(y), call(aten.neg.default, angle), angle)
         result = call(aten.to.dtype, result, dtype)
     replace(graph, node, result)
+
+
+def _has_mixed_bounds(node: torch.fx.Node) -> bool:
+    """Return whether the node is `clamp` with an integer and a fraction, which torch.onnx refuses."""
+    return node.target in _CLAMPS and {type(bound) for bound in node.args[1:]} == {int, float}
+
+
+def _with_bounds_of_fractions(_: torch.fx.Graph, node: torch.fx.Node) -> None:
+    values, *bounds = node.args
+    node.args = (values, *map(float, bounds))  # type: ignore[arg-type]
 
 
 def _int64(graph: torch.fx.Graph, value: Any) -> torch.fx.Node:

@@ -18,7 +18,7 @@ from typing import Annotated, NamedTuple, Self
 import msgspec
 
 from weightswap_runtime.decoding import from_json
-from weightswap_runtime.errors import Unsupported, WeightFileError, listed
+from weightswap_runtime.errors import Unsupported, WeightFileError, listed, warn
 from weightswap_runtime.sources.arriving import Arriving
 from weightswap_runtime.sources.byte_source import ByteSource, Check, LocalFile
 from weightswap_runtime.sources.location import Location, Url, as_location, folder_behind
@@ -211,6 +211,11 @@ def _remote_names(url: Url, check: Check | None) -> list[str] | None:
 
 def _choose(path: Location, names: Sequence[str]) -> str:
     if _SINGLE_NAME in names:
+        if _INDEX_NAME in names and len(_weight_names(names)) > 1:  # a program that saved twice leaves the former file
+            warn(
+                f"{path}: holds {_SINGLE_NAME}, which is taken, as transformers does, and also {_INDEX_NAME} with "
+                "shards; remove what is old, or give the path of the one you mean"
+            )
         return _SINGLE_NAME
     if MANIFEST_NAME in names:
         raise WeightFileError(f"{path}: an artifact, not a checkpoint; give a weight file or a checkpoint's directory")

@@ -244,6 +244,18 @@ def test_angles_are_those_of_eager_in_every_quadrant(dtype: torch.dtype, tmp_pat
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32], ids=str)
+def test_bounds_may_be_an_integer_and_a_fraction(dtype: torch.dtype, tmp_path: Path) -> None:
+    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.clamp(0, 2.5) + m.one, torch.clip(x, -1.5, 2), nn.functional.hardtanh(x.float(), 0, 1.5)]
+
+    x = torch.tensor([-3, -1, 0, 1, 2, 3, 9]).to(dtype)
+    eager = Does(act, one=nn.Buffer(torch.ones(7)))
+    model = served(eager, (x,), tmp_path)
+    for found, expected in zip(map(torch.as_tensor, model(x.numpy())), eager(x), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_outputs_outlive_the_model(made: Path) -> None:
     model = load(made / "a", made / "v.safetensors", engine="onnx")
     kept = model(X)[0]

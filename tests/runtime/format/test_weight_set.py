@@ -154,6 +154,16 @@ def test_a_directory_with_one_file(name: str, tmp_path: Path) -> None:
     assert read(tmp_path) == WANTED
 
 
+def test_a_file_beside_shards_is_taken_with_a_warning(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    (tmp_path / INDEX).rename(tmp_path / "other.safetensors.index.json")
+    safetensors.numpy.save_file({"a": VALUES["b"]}, tmp_path / "model.safetensors")
+    assert read(tmp_path) == {"a": VALUES["b"].tolist()}
+    (tmp_path / "other.safetensors.index.json").rename(tmp_path / INDEX)
+    with pytest.warns(UserWarning, match=r"holds model\.safetensors, which is taken, .*index\.json with shards"):
+        assert read(tmp_path) == {"a": VALUES["b"].tolist()}
+
+
 def test_shards_may_be_links_and_lie_in_folders_below(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     snapshot = tmp_path / "snapshot"

@@ -504,6 +504,8 @@ def test_an_artifact_whose_methods_cannot_generate_is_not_opened(
 
 
 def test_models_that_do_not_generate(tmp_path: Path) -> None:
+    import transformers
+
     linear = torch.nn.Linear(2, 2)
     with pytest.raises(Unsupported, match="not a transformers language model"):
         export_decoder(linear, out=tmp_path / "a", length=8)
@@ -515,8 +517,11 @@ def test_models_that_do_not_generate(tmp_path: Path) -> None:
         export_decoder(gpt_neo(), out=tmp_path / "a", length=8)
     with skeleton():
         hollow = gpt_neo()
+        t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(num_layers=1))
     with pytest.raises(Unsupported, match="GPTNeoForCausalLM masks"):
         export_decoder(hollow, out=tmp_path / "a", length=8)
+    with pytest.raises(Unsupported, match="T5ForConditionalGeneration: is an encoder-decoder"):
+        export_decoder(t5, out=tmp_path / "a", length=8)
     with pytest.raises(Unsupported, match="length=1"):
         export_decoder(built("Llama"), out=tmp_path / "a", length=1)
     artifact = export(linear.eval(), (torch.ones(1, 2),), out=tmp_path / "b")
