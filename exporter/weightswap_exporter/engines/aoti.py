@@ -404,7 +404,7 @@ def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iter
         vectors = mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(processor)])
         sources = mock.patch.object(AotCodeCompiler, "compile", _compile_checked(where))
         lowerings = nullcontext() if on_gpu else mock.patch.dict(lowering.lowerings, _cpu_lowerings())
-        casts = mock.patch.multiple(CppOverrides, abs=staticmethod(_abs), truncdiv=staticmethod(_quotient))
+        casts = mock.patch.multiple(CppOverrides, **{name: _wrapping(name) for name in ("abs", "truncdiv")})
         cache = fresh_inductor_cache(dir=folder)
         with warnings.catch_warnings(action="ignore"), cache, vectors, sources, lowerings, casts:
             yield
@@ -443,15 +443,13 @@ def _vectors(target: Target) -> cpu_vec_isa.VecISA:
     return vectors
 
 
-# C++ computes small integers as int, where none wraps around. AOTInductor casts most results back, but not these two.
+def _wrapping(name: str) -> Any:
+    """Return AOTInductor's operator of C++, with a cast: C++ computes small integers as int, where none wraps around.
 
-
-def _abs(x: Any) -> str:
-    return f"decltype({x})(std::abs({x}))"
-
-
-def _quotient(a: Any, b: Any) -> str:
-    return f"decltype({a})({a} / {b})"
+    AOTInductor casts most results back by itself.
+    """
+    written = getattr(CppOverrides, name)
+    return staticmethod(lambda first, *others: f"decltype({first})({written(first, *others)})")
 
 
 def _explained(where: str, error: Exception) -> Exception:
