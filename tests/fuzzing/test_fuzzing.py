@@ -17,7 +17,7 @@ from tests.support import warm
     [
         ["6000", "--seed", "11"],
         ["2400", "--seed", "12", "--guided"],
-        pytest.param(["200000", "--seed", "13"], marks=pytest.mark.slow),
+        pytest.param(["60000", "--seed", "13"], marks=pytest.mark.slow),
     ],
     ids=["plain", "guided", "long"],
 )
