@@ -57,12 +57,10 @@ _SUFFIXES = (".safetensors", ".npz")
 # Calls with flat inputs: a list with a value for each leaf of the signature.
 
 
-def call_flat(model: Model, method: str, flat: Iterable[Any], variants: Mapping[str, str] | None = None) -> list[Any]:
-    """Call a method with flat inputs and return its flat outputs; tensors are contents. variants: as in a call."""
+def call_flat(model: Model, method: str, flat: Iterable[Any]) -> list[Any]:
+    """Call a method with flat inputs and return its flat outputs; tensors are contents."""
     engine, signature = engine_of(model), model.signatures[method]
     args, kwargs = call_arguments(signature, engine_inputs(flat, engine))
-    if variants:
-        kwargs["variants"] = variants
     return output_contents(flatten(signature.output, model.method(method)(*args, **kwargs)), engine)
 
 

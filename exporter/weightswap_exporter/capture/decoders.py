@@ -115,10 +115,8 @@ def _own_mask(model: nn.Module) -> str | None:
 
     With a full-length cache all queries would count as the last ones. Other models make masks from cache positions.
     """
-    tables = ((name, each) for name, each in model.named_buffers() if each.dtype == torch.bool)
-    return next(
-        (name for name, each in tables if each.dim() == 4 and each.shape == (1, 1, *[each.shape[-1]] * 2)), None
-    )
+    tables = ((name, each.shape) for name, each in model.named_buffers() if each.dtype == torch.bool)
+    return next((name for name, shape in tables if shape == (1, 1, *shape[-1:] * 2)), None)
 
 
 def _longest_for_rope(config: Any) -> float:

@@ -29,7 +29,7 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.format.delta import DeltaStamp, delta_stamp
 from weightswap_runtime.format.merging import merged_delta, merged_set
 from weightswap_runtime.format.safetensors import Stamp, label_problem
-from weightswap_runtime.format.weight_set import goldens_path, open_weights
+from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import (
     Location,
@@ -40,7 +40,6 @@ from weightswap_runtime.sources.location import (
     fixed_text,
     printable,
 )
-from weightswap_runtime.sources.writing import remove_abandoned
 
 from .desired_state import (
     SHOWN,
@@ -250,8 +249,6 @@ class DesiredStore:
         check_writable(out)
         self._check_unnamed(state, Path(out))
         self._check_files(weights)
-        for beside in (Path(out), goldens_path(Path(out))):
-            remove_abandoned(beside.parent, beside.name)
         first, *deltas = (self.locate(file) for file in files_of(weights))
         after = replace(state, weights=replace(weights, source=name, bases=UNSET if full else weights.bases[:1]))
         with merged_set(first, deltas, out) if full else merged_delta(deltas, out) as (merged, put):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from weightswap_runtime.errors import DesiredError, Unsupported, WeightFileError
 from weightswap_runtime.sources.byte_source import ByteSource, Check, LocalFile
 from weightswap_runtime.sources.location import Url, as_location, fixed
-from weightswap_runtime.sources.writing import new_file, remove_abandoned
+from weightswap_runtime.sources.writing import new_file
 
 NAME = "desired.json"
 MOST_BYTES = 4 << 20  # of a document
@@ -80,7 +80,6 @@ class LocalStorage:
                     return False
                 if first:
                     first()
-                remove_abandoned(self.folder, NAME)
                 with new_file(self._path) as file:
                     file.write(content)
         except OSError as error:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from weightswap_runtime.errors import WeightFileError
-from weightswap_runtime.sources.writing import PendingFile, remove_abandoned
+from weightswap_runtime.sources.writing import PendingFile
 from weightswap_runtime.tensors import (
     Blocks,
     TensorBytes,
@@ -127,8 +127,6 @@ class StampedFile(PendingFile):
         self._order, self._ranges = order, pack_ranges(order)
         self._key, self._labels = key, labels
         self.blocks: dict[str, Blocks] = {}  # the digests of each written tensor's blocks
-        target = Path(os.path.realpath(path))  # of a link, the temporary file is beside what it leads to
-        remove_abandoned(target.parent, target.name)  # each as large as the weights
         super().__init__(path)
 
     def write_tensors(self, data: TensorData, blank: msgspec.Struct) -> dict[str, str]:

@@ -42,13 +42,14 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 class PendingFile:
     """File that is being written under a temporary name beside `path`.
 
-    It is removed when the block ends, unless `rename` was called. A process that is killed leaves it behind; the lock
-    that ends with its writer then tells `remove_abandoned` that nobody writes it any more.
+    It is removed when the block ends, unless `rename` was called. A process that is killed leaves it behind, until the
+    next writer of the name: the lock that ends with its writer tells `remove_abandoned` that nobody writes it any more.
     """
 
     def __init__(self, path: Path) -> None:
         target = _followed(path)
         target.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(target.parent, target.name)
         self._temporary, self.file = _new_temporary(target)
 
     def sync(self) -> None:
@@ -137,6 +138,7 @@ def companion(path: Path, content: bytes | bytearray | None) -> Iterator[None]:
 def _replace(path: Path, content: bytes | bytearray | None) -> None:
     if content is None:
         path.unlink(missing_ok=True)
+        remove_abandoned(path.parent, path.name)
         return
     with new_file(path) as file:
         file.write(content)

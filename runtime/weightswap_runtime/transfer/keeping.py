@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 from weightswap_runtime.errors import Unsupported, WeightFileError, WeightswapError
@@ -22,7 +22,6 @@ from weightswap_runtime.staging.reading import read_rows
 from weightswap_runtime.threads import Background, UntilStopped
 
 _NAME = re.compile(r"served-\d{8}T\d{12}Z-[0-9a-f]{12}\.safetensors")
-_TIME = "%Y%m%dT%H%M%S%f"
 _log = logging.getLogger("weightswap.transfer")
 
 
@@ -106,8 +105,7 @@ class KeptFiles(UntilStopped):
 
     def _write(self, identity: Identity, layout: ArenaLayout, memory: dict[str, memoryview]) -> None:
         rows = [weight.row for weight in layout.weights.values()]
-        time = _next_time(self.directory).strftime(_TIME)
-        path = self.directory / f"served-{time}Z-{identity.weights_id[:12]}.safetensors"
+        path = self.directory / f"served-{_next_time(self.directory)}-{identity.weights_id[:12]}.safetensors"
         content = ((row.name, [memory.pop(row.name)]) for row in canonical_order(rows))
         labels = identity.labels
         with new_weight_file(path, rows, content, graph_id=self._graph_id, labels=labels, cast={}) as (file, stamp):
@@ -127,15 +125,14 @@ def _rows(arena: Arena, name: str) -> memoryview:
     return read_rows(weight, arena.fetch(*slot), Job())
 
 
-def _next_time(directory: Path) -> datetime:
-    """Return the time for the name of the next file: now, or right after that of the newest, if the clock was set back.
+def _next_time(directory: Path) -> str:
+    """Return the time for the name of the next file: now, or, if the clock was set back, right after the newest file's.
     Else the next file would be taken for the oldest."""
-    now, newest = datetime.now(UTC), newest_kept(directory)
-    with suppress(ValueError, OverflowError):  # digits that are no time, which we have not written
-        if newest is not None:
-            last = datetime.strptime(newest.name.split("-")[1], f"{_TIME}Z").replace(tzinfo=UTC)
-            return max(now, last + timedelta(microseconds=1))
-    return now
+    now = datetime.now(UTC).strftime("%Y%m%d%H%M%S%f")
+    if (newest := newest_kept(directory)) is not None:
+        last = newest.name.split("-")[1]
+        now = max(now, str(int(last[:8] + last[9:-1]) + 1))
+    return f"{now[:8]}T{now[8:]}Z"
 
 
 def newest_kept(directory: str | os.PathLike[str]) -> Path | None:
