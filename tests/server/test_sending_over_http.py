@@ -312,3 +312,16 @@ def test_a_file_is_pushed_to_a_server_that_keeps_none(
     weight_file(4).with_name("v4.goldens.safetensors").write_bytes(b"")
     assert "keeps no uploads, so that it could not try" in push(server, weight_file(4), status=2).stderr
     assert serves(model, 3)
+
+
+def test_a_file_becomes_a_canary_of_a_server_that_keeps_none(
+    server: Server, model: Model, weight_file: WriteWeights
+) -> None:
+    name = "/admin/models/tiny/canary"
+    run("canary", where(server), weight_file(1), "--share", "0.5")
+    staged = AdminClient(where(server), TOKEN).get("/admin/models/tiny")["canary"]["weights_id"]
+    with pytest.raises(AdminRefused, match="is staged now; look again"):
+        AdminClient(where(server), TOKEN).post(name, {"expect": model.weights_id})
+    assert AdminClient(where(server), TOKEN).post(name, {"expect": staged})["canary"] == staged
+    run("canary", where(server), "--promote")
+    assert serves(model, 1)

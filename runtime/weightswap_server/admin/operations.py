@@ -139,10 +139,7 @@ class ModelOperations:
         `DesiredStore.set` raise. The weights then stay staged. If the desired store was written, and calls or pins hold
         the memory, the follower commits; the receipt is None if it has not yet.
         """
-        change = self._committable(change_id)
-        if request.expect not in (None, change.weights.weights_id):
-            raise Conflict(f"{self.name}: {change.weights.weights_id[:12]} is staged now; look again")
-        return self._commit(change, request, by, promotes)
+        return self._commit(self._committable(request.expect, change_id), request, by, promotes)
 
     def swap(
         self, request: StageRequest, by: str, given: GivenWeights | None = None, *, promotes: bool = False
@@ -164,13 +161,13 @@ class ModelOperations:
     def canary(self, request: CanaryRequest, by: str) -> str:
         """Start a canary with the staged weights, or with those of `source`; again: with another plan, measured anew.
 
-        Returns its weights id. Raises StageClosed, what `stage` raises, and Unsupported if staged weights cannot be
-        called.
+        Returns its weights id. Raises StageClosed, Conflict for other staged weights than expected, what `stage`
+        raises, and Unsupported if staged weights cannot be called.
         """
         plan = CanaryPlan(request.share, request.shadow, request.tolerance, request.promote_if, request.abort_if)
         check_plan(plan)
         if request.source is None:
-            return self._start_canary(self._committable(), plan, request.why)
+            return self._start_canary(self._committable(request.expect), plan, request.why)
         change = self._stage(request.staging(request.source), by, swapping=False)
         try:
             return self._start_canary(change, plan)
@@ -436,13 +433,15 @@ class ModelOperations:
             "weights; publish them there, or push a file to a server with --upload-dir"
         )
 
-    def _committable(self, change_id: str = "") -> _StagedChange:
+    def _committable(self, expect: str | None, change_id: str = "") -> _StagedChange:
         change = self._change
         if change is None or change.swapping or change_id not in ("", change.id):
             raise StageClosed(f"{self.name}: nothing is staged; stage weights first")
         if change.phase == "staging":
             phase = change.staged.progress.phase if change.staged is not None else "opening"
             raise StagingBusy(f"{self.name}: still {phase}; wait until it is staged")
+        if expect not in (None, change.weights.weights_id):
+            raise Conflict(f"{self.name}: {change.weights.weights_id[:12]} is staged now; look again")
         return change
 
     def _start_canary(self, change: _StagedChange, plan: CanaryPlan, why: str = "") -> str:

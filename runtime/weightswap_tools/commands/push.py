@@ -317,7 +317,7 @@ def canary(
             request: dict[str, Any] = {"share": share or 0.0, "shadow": shadow, "tolerance": tolerance, "why": why}
             request |= {"promote_if": promote_if} | ({"abort_if": abort_if} if abort_if is not None else {})
             if weights is not None:
-                request |= {"source": _source_of(weights)} if point else _upload(client, name, weights)
+                request |= {"source": _source_of(weights)} if point else _of_canary(client, name, weights, why)
             started = client.post(f"{path}/canary", request)["canary"]
         if wait and not (promote or abort):
             failure = _wait_for_end(client, path, started, before)
@@ -325,6 +325,14 @@ def canary(
         if failure:
             say(f"not promoted: {failure}", err=True)
             raise typer.Exit(1)
+
+
+def _of_canary(client: AdminClient, model: str, weights: str, why: str) -> dict[str, Any]:
+    """Upload a canary's weights, or let them be staged as they arrive. Returns the fields of the request for them."""
+    if _keeps_uploads(client):
+        return _upload(client, model, weights)
+    staged = _send(client, model, "stage", weights, {"why": why, "allow_other_graph": False})
+    return {"expect": _staged_id(staged, None)}
 
 
 def _present(client: AdminClient, path: str, doing: str) -> str:
