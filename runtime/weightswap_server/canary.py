@@ -18,12 +18,12 @@ import numpy as np
 
 from weightswap_runtime.errors import StageClosed, UnknownName, Unsupported, duration, percent
 from weightswap_runtime.format.expressions import parse_rule
-from weightswap_runtime.live.variants import VariantNames
+from weightswap_runtime.live.variants import Choice, VariantNames
 from weightswap_runtime.tensors import TensorBytes, as_array, has_fractions, same_type
 
 from .errors import NotInJson, log
 from .methods import Flat, Outputs, ServedMethod
-from .protocol import Answer
+from .protocol import Answer, write_variants
 
 if TYPE_CHECKING:
     from weightswap_runtime.live.staged import Staged
@@ -153,16 +153,23 @@ class CanaryAnalysis:
 class Canary(CanaryAnalysis):
     """Staged weights that answer some requests. If they fail, the served weights answer instead."""
 
-    def __init__(self, staged: Staged | Trial, plan: CanaryPlan, count: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        staged: Staged | Trial,
+        plan: CanaryPlan,
+        count: Callable[[str, str], None],
+        choose: Callable[[VariantNames], Choice],
+    ) -> None:
         """staged: in a worker, the trial of the weights that its owner has staged.
 
-        count: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported.
+        count: called with "errors", "compared" or "differing" and the weights id, for metrics. choose: returns the
+        variants that names choose now. Raises Unsupported.
         """
         super().__init__(plan)
         self.staged = staged
         self.weights_id = staged.weights_id
         self.since = time.time()
-        self._count = count
+        self._count, self._choose = count, choose
         self._owed = 0.0
         self._counting = Lock()
         self._waiting: deque[tuple[ServedMethod, Flat, VariantNames, Answer, bool]] = deque()
@@ -195,7 +202,7 @@ class Canary(CanaryAnalysis):
         self.add(_of_side(by_canary, Side(requests=1, seconds=[seconds], failed=[False])))
         with self._changed:
             if len(self._waiting) >= _MOST_WAITING:
-                self.add(Measured(differences=Differences(skipped=1)))
+                self._skipped()
             elif not self._closed:
                 self._waiting.append((method, flat, variants, answer, by_canary))
                 self._changed.notify()
@@ -230,10 +237,13 @@ class Canary(CanaryAnalysis):
             except StageClosed:
                 return
             except UnknownName:  # of a variant that was removed since its request was answered
-                self.add(Measured(differences=Differences(skipped=1)))
+                self._skipped()
             except Exception as error:
                 self.failed(error)
             del work  # or its tensors would stay alive while the queue is empty
+
+    def _skipped(self) -> None:
+        self.add(Measured(differences=Differences(skipped=1)))
 
     def _examine(
         self, method: ServedMethod, flat: Flat, variants: VariantNames, answer: Answer, by_canary: bool
@@ -241,8 +251,12 @@ class Canary(CanaryAnalysis):
         self.add(_of_side(by_canary, Side(nonfinite=[has_nonfinite(answer.outputs)])))
         if by_canary or not self.plan.shadow:
             return
+        choice = self._choose(variants) if variants else None
+        if choice is not None and write_variants(choice.ids) != answer.variant:
+            self._skipped()  # another variant has got the name since the request was answered
+            return
         began = time.perf_counter()
-        outputs = method.call(self.staged, flat, variants)
+        outputs = method.call(self.staged, flat, choice)
         seconds = time.perf_counter() - began
         tried = Side(nonfinite=[has_nonfinite(outputs)])
         if not self.plan.share:  # it has no other answers to measure

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,9 @@ from tests.support.served import Reply, as_json, ask, await_queued, occupied, se
 from tests.support.storm import storm
 from tests.support.watched import eventually
 from weightswap_exporter import export, export_decoder, pack
-from weightswap_runtime import Model, Unsupported, load
+from weightswap_runtime import Model, Staged, Unsupported, load
 from weightswap_server import Server
+from weightswap_server.methods import ServedMethod
 from weightswap_server.serving import ModelSource, variants_of
 from weightswap_server.signed_weights import SignatureRefused, requires, sign
 
@@ -222,6 +224,32 @@ def test_a_canary_answers_with_the_same_choice(folder: Path, model: Model) -> No
         assert eventually(lambda: status(server, "tuned")["canary"]["values"]["compared"] == 5)
         furthest = np.abs(expected(0, "a").astype(np.float64) - expected(1, "a")).max()
         assert status(server, "tuned")["canary"]["values"]["max_abs"] == pytest.approx(furthest)
+
+
+def test_a_shadow_compares_no_variant_with_another_of_its_name(
+    folder: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call_method, replaced = ServedMethod.call, Event()
+
+    def late(method: ServedMethod, caller: Any, *rest: Any) -> Any:
+        if isinstance(caller, Staged):
+            assert replaced.wait(60)
+        return call_method(method, caller, *rest)
+
+    monkeypatch.setattr(ServedMethod, "call", late)
+    with administered({"tuned": model}, allow=(str(folder),)) as server:
+        assert change(server, "canary", "tuned", source=str(folder / "1.safetensors"), shadow=True).status == 200
+        for _ in range(2):  # the second waits behind the first, which has chosen before
+            assert ask(server, INFER, body("low=a")).status == 200
+        model.add_variant("low", "a", folder / "c.safetensors")
+        replaced.set()
+        assert eventually(
+            lambda: (found := status(server, "tuned")["canary"])["values"]["compared"] + found["skipped"] == 2
+        )
+        found = status(server, "tuned")["canary"]
+        furthest = np.abs(expected(0, "a").astype(np.float64) - expected(1, "a")).max()
+        assert (found["skipped"], found["values"]["compared"]) == (1, 1)
+        assert found["values"]["max_abs"] == pytest.approx(furthest)
 
 
 def test_operators_add_and_remove(folder: Path, tmp_path: Path) -> None:

@@ -274,7 +274,11 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
     def _tokenizer(self, path: PathLike | None) -> Tokenizer:
         if path is not None:
             return Tokenizer(path)
-        files = [receipt.source for receipt in reversed(self.history) if receipt.reloadable]
+        receipts, served = self.history, self.weights_id
+        # a rollback's receipt names no file, and the files of what it has withdrawn come after those of these weights
+        read = [n for n, each in enumerate(receipts, 1) if each.weights_id == served and each.kind != "rollback"]
+        until = read[-1] if read else len(receipts)
+        files = [receipt.source for receipt in reversed(receipts[:until]) if receipt.reloadable]
         return find_tokenizer(files, self.artifact.path)
 
     def _new_context(

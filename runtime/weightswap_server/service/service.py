@@ -19,7 +19,7 @@ from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.model.model import Model
-from weightswap_runtime.model.served import ServedModel
+from weightswap_runtime.model.served import ServedModel, choice_of
 from weightswap_runtime.tensors import TensorBytes
 from weightswap_runtime.threads import done_within
 from weightswap_server.canary import Canary, CanaryPlan, Measured, failures
@@ -339,7 +339,7 @@ class Served:
 
     def set_canary(self, staged: Staged | Trial, plan: CanaryPlan) -> Canary:
         """Start a canary without checks and announcement."""
-        self.canary = Canary(staged, plan, partial(self._metrics.tried, self.name))
+        self.canary = Canary(staged, plan, partial(self._metrics.tried, self.name), partial(choice_of, self.model))
         return self.canary
 
     def end_canary(self) -> None:

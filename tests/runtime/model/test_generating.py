@@ -535,16 +535,21 @@ def test_models_that_do_not_generate(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path)
+
+
+def write_tokenizer(folder: Path, reverse: bool = False) -> Path:
+    """Write a tokenizer of bytes, which have the opposite order in one that is reversed."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as Back
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
 
-    letters = sorted(ByteLevel.alphabet())[:63]
+    letters = sorted(sorted(ByteLevel.alphabet())[:63], reverse=reverse)
     built = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
     built.pre_tokenizer, built.decoder = ByteLevel(add_prefix_space=False), Back()
-    built.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path / "tokenizer.json"
+    built.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
 
 
 def test_text_in_and_out(one: Exported, tokenizer: Path) -> None:
@@ -703,6 +708,26 @@ def test_a_tokenizer_that_panics_is_refused(
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | broken))
     with pytest.raises(Unsupported, match=rf"tokenizer\.json: .*{says}"):
         one.served().generate(prompt, max_new_tokens=4, tokenizer=tokenizer)
+
+
+def test_after_a_rollback_the_tokenizer_is_that_of_the_weights_that_are_served(one: Exported, tmp_path: Path) -> None:
+    files = [tmp_path / str(number) / "weights.safetensors" for number in range(2)]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        shutil.copy(one.files[number], file)
+        write_tokenizer(file.parent, reverse=number == 1)
+    model, found = load(one.artifact, files[0]), []
+    model.swap(one.files[1])  # without a tokenizer: that of the weights before goes on
+    first = Tokenizer(files[0].parent)
+    tokens = model.generate(first.encode("#%"), max_new_tokens=6)
+    assert model.generate("#%", max_new_tokens=6) == first.decode(tokens)
+    for file in files:
+        model.swap(file)
+        found.append(model.generate("#%", max_new_tokens=6))
+    assert found[0] != found[1]
+    for expected_text in (found[0], found[1]):
+        model.rollback()
+        assert model.generate("#%", max_new_tokens=6) == expected_text
 
 
 def test_the_tokenizer_beside_the_weights_is_found(one: Exported, tokenizer: Path) -> None:
