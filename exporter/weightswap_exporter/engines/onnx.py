@@ -364,7 +364,14 @@ def _additive_mask(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.No
 
 
 def _has_indices(node: torch.fx.Node) -> bool:
-    return node.target is torch.ops.aten.one_hot.default or indices_of(node) is not None
+    return node.target is torch.ops.aten.one_hot.default or _position_of_indices(node) is not None
+
+
+def _position_of_indices(node: torch.fx.Node) -> int | None:
+    found = indices_of(node)
+    if node.target is torch.ops.aten.take_along_dim.default and [value for _, value in arguments(node)][2] is None:
+        return 1  # along a dimension, eager takes any indices
+    return found[2] if found else None
 
 
 def _refuse_indices(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
@@ -372,8 +379,7 @@ def _refuse_indices(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
     So are all indices of bags whose offsets eager refuses.
     """
-    found = indices_of(node)
-    position = found[2] if found else 0
+    position = _position_of_indices(node) or 0  # of one_hot
     aten, indices = torch.ops.aten, node.args[position]
     with graph.inserting_before(node):
         wrong = graph.call_function(aten.lt.Scalar, (indices, 0))
