@@ -41,6 +41,7 @@ from weightswap_exporter.engines.divisions import (
     replace,
 )
 from weightswap_exporter.engines.index_bounds import indices_of
+from weightswap_exporter.engines.resizing import exact_nearest, is_nearest_to_size
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.onnx_names import Names, element_of, onnx_names, output_dtypes
 from weightswap_runtime.errors import CaptureError
@@ -329,6 +330,7 @@ def _adapt_node(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             (_rounds_integers, _exact_integers),
             (is_remainder_of_fractions, exact_remainder),
             (is_floor_of_fractions, exact_floor),
+            (is_nearest_to_size, exact_nearest),
             (_orders_integers, _exact_order),
             (_is_angle, _exact_angle),
             (_has_mixed_bounds, _with_bounds_of_fractions),
