@@ -41,6 +41,7 @@ from weightswap_exporter.engines.divisions import (
     replace,
 )
 from weightswap_exporter.engines.index_bounds import indices_of
+from weightswap_exporter.engines.resizing import exact_nearest, is_nearest_to_size
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.onnx_names import Names, element_of, onnx_names, output_dtypes
 from weightswap_runtime.errors import CaptureError
@@ -329,6 +330,7 @@ def _adapt_node(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             (_rounds_integers, _exact_integers),
             (is_remainder_of_fractions, exact_remainder),
             (is_floor_of_fractions, exact_floor),
+            (is_nearest_to_size, exact_nearest),
             (_orders_integers, _exact_order),
             (_is_angle, _exact_angle),
             (_has_mixed_bounds, _with_bounds_of_fractions),
@@ -364,7 +366,14 @@ def _additive_mask(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.No
 
 
 def _has_indices(node: torch.fx.Node) -> bool:
-    return node.target is torch.ops.aten.one_hot.default or indices_of(node) is not None
+    return node.target is torch.ops.aten.one_hot.default or _position_of_indices(node) is not None
+
+
+def _position_of_indices(node: torch.fx.Node) -> int | None:
+    found = indices_of(node)
+    if node.target is torch.ops.aten.take_along_dim.default and [value for _, value in arguments(node)][2] is None:
+        return 1  # along a dimension, eager takes any indices
+    return found[2] if found else None
 
 
 def _refuse_indices(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
@@ -372,8 +381,7 @@ def _refuse_indices(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
     So are all indices of bags whose offsets eager refuses.
     """
-    found = indices_of(node)
-    position = found[2] if found else 0
+    position = _position_of_indices(node) or 0  # of one_hot
     aten, indices = torch.ops.aten, node.args[position]
     with graph.inserting_before(node):
         wrong = graph.call_function(aten.lt.Scalar, (indices, 0))

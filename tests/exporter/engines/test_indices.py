@@ -35,6 +35,7 @@ READS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "index_select": lambda w, ids: w.index_select(0, ids),
     "columns": lambda w, ids: w.t().index_select(1, ids),
     "gather": lambda w, ids: w.gather(0, along(ids)),
+    "take_along_dim": lambda w, ids: torch.take_along_dim(w[:, 0], ids),
     "of a number": lambda w, ids: w[0, 0].index_select(0, ids[:1]),
     "scatter": lambda w, ids: w.scatter(0, along(ids), source(w, ids)),
     "a value": lambda w, ids: w.scatter(0, along(ids), 1.5),

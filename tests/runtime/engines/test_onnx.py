@@ -256,6 +256,27 @@ def test_bounds_may_be_an_integer_and_a_fraction(dtype: torch.dtype, tmp_path: P
         assert torch.equal(found, expected)
 
 
+def test_the_nearest_elements_are_those_of_eager(tmp_path: Path) -> None:
+    """Also where the ratio of the sizes is whole, but its reciprocal is not one of float32."""
+
+    def act(m: Any, inputs: Any) -> list[torch.Tensor]:
+        x, mask = inputs
+        resize = nn.functional.interpolate
+        modes = [resize(x, size=(5, 7), mode=mode) for mode in ("nearest", "nearest-exact")]
+        return [*modes, resize(mask, size=7), resize(x[None], size=(2, 3, 7)) * m.one]
+
+    def inputs(size: int) -> list[torch.Tensor]:
+        return [torch.rand(1, 3, size, 8), (torch.rand(1, 2, size) * 256).to(torch.uint8)]
+
+    eager = Does(act, one=nn.Buffer(torch.ones(1)))
+    sizes = {2: Dim("n", min=4, max=64)}
+    model = served(eager, (inputs(8),), tmp_path, dynamic_shapes=([sizes, sizes],))
+    for size in range(4, 65):
+        given = inputs(size)
+        for found, expected in zip(model([each.numpy() for each in given]), eager(given), strict=True):
+            np.testing.assert_array_equal(found, expected.numpy(), err_msg=str(size))
+
+
 def test_outputs_outlive_the_model(made: Path) -> None:
     model = load(made / "a", made / "v.safetensors", engine="onnx")
     kept = model(X)[0]
