@@ -520,6 +520,7 @@ class _Sharded:
         end = tracker.curr_batch_idx + 1
         lookups = tracker.store.get_indexed_lookups(tracker.per_consumer_batch_idx[CONSUMER], end)
         tracker.per_consumer_batch_idx[CONSUMER] = end
+        tracker.step()  # else lookups that do not pass through the parallel model's forward are of this batch, too
         if tracker._delete_on_read:
             tracker.store.delete(up_to_idx=min(tracker.per_consumer_batch_idx.values()))
         for name, keys in self._kept_under.items():

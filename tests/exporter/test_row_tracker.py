@@ -700,6 +700,18 @@ def test_sharded_tables_may_have_the_name_of_what_they_are_in(one_process: None)
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_lookups_beside_the_forward_of_a_sharded_model_are_known(one_process: None) -> None:
+    from tests.support.sharded import Towers, bags, batch, shard
+
+    model = shard(Towers(bags(p="abc")))
+    tracker = RowTracker(model, model.fused_optimizer)
+    for _ in range(3):
+        with compared(model, tracker):
+            model.module(*batch()).backward()
+        assert unknown(tracker) == []
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_tables_of_torchrec_that_are_not_sharded_are_tracked_by_steps() -> None:
     pytest.importorskip("torchrec")
     from tests.support.sharded import Jagged
