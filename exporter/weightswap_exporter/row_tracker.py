@@ -493,6 +493,7 @@ class _Sharded:
     def __init__(self, path: str, model: Any) -> None:
         tracker = model.get_delta_tracker()
         if tracker is None:
+            _check_trackable(model)
             types = sys.modules["torchrec.distributed.model_tracker.types"]
             tracker = model.init_torchrec_delta_tracker(types.DeltaTrackerConfig(consumers=[CONSUMER]))
         elif CONSUMER not in tracker.per_consumer_batch_idx:
@@ -543,6 +544,25 @@ def _kept_under(path: str, tracker: Any) -> dict[str, set[str]]:
             if None not in keys:  # one that the tracker skips is compared as a whole
                 found[".".join(filter(None, [path, module_path, part, table, "weight"]))] = keys
     return found
+
+
+def _check_trackable(model: Any) -> None:
+    """Raise CheckpointError for a model with which torchrec's tracker fails, or with whose tables the training does."""
+    if not hasattr(model._dmp_wrapped_module, "module"):
+        raise CheckpointError(
+            "RowTracker: torchrec's tracker needs a model with dense parameters, of which DistributedModelParallel has "
+            "made a DistributedDataParallel (init_data_parallel). Publish without rows=, and compare the file with the "
+            "last one: write_delta(last, new, out)"
+        )
+    kinds = sys.modules["torchrec.distributed.model_tracker.model_delta_tracker"].SUPPORTED_MODULES
+    collections = [module for module in model.modules() if isinstance(module, kinds)]
+    configs = [found for module in collections for found in module._table_name_to_config.items()]
+    known = {feature for config in dict(configs).values() for feature in config.feature_names}
+    if odd := {name for name, config in configs if not known.issuperset(config.feature_names)}:
+        raise CheckpointError(
+            f"RowTracker: several tables have the name {listed(sorted(odd))}, by which torchrec's tracker knows them; "
+            "give each table a name of its own"
+        )
 
 
 def _sharded(model: nn.Module) -> Iterator[_Sharded]:

@@ -712,6 +712,18 @@ def test_lookups_beside_the_forward_of_a_sharded_model_are_known(one_process: No
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_models_of_which_the_tracker_of_torchrec_fails_are_refused(one_process: None) -> None:
+    from tests.support.sharded import Towers, bags, batch, shard
+
+    model = shard(Towers(bags(p="ab"), bags(p="c")))
+    with pytest.raises(CheckpointError, match="several tables have the name p, by which"):
+        RowTracker(model)
+    model(*batch()).backward()  # goes on
+    with pytest.raises(CheckpointError, match="needs a model with dense parameters"):
+        RowTracker(shard(nn.ModuleDict({"alone": bags(p="abc")})))
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_tables_of_torchrec_that_are_not_sharded_are_tracked_by_steps() -> None:
     pytest.importorskip("torchrec")
     from tests.support.sharded import Jagged
