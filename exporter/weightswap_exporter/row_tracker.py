@@ -214,7 +214,8 @@ class RowTracker:
         for sharded in self._sharded:
             for name, ids in sharded.drain():
                 if (table := self._names.get(name)) is not None:
-                    table.add(ids)
+                    # fbgemm takes the row 0 for what is not in the table
+                    table.add(ids.where((ids >= 0) & (ids < table.rows), 0))
 
 
 _trackers: list[weakref.ref[RowTracker]] = []
@@ -492,6 +493,7 @@ class _Sharded:
     def __init__(self, path: str, model: Any) -> None:
         tracker = model.get_delta_tracker()
         if tracker is None:
+            _check_trackable(model)
             types = sys.modules["torchrec.distributed.model_tracker.types"]
             tracker = model.init_torchrec_delta_tracker(types.DeltaTrackerConfig(consumers=[CONSUMER]))
         elif CONSUMER not in tracker.per_consumer_batch_idx:
@@ -505,12 +507,13 @@ class _Sharded:
                 "change once; use that one"
             )
         tracker._weightswap = weakref.ref(self)
-        self._tracker, self._path = tracker, path
-        self.names = [self._name(table) for table in tracker.fqn_to_feature_names()]
+        self._tracker = tracker
+        self._kept_under = _kept_under(path, tracker)
+        self.names = list(self._kept_under)
         _check_fused(model)
 
     def drain(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the ids that were looked up since the last call, by table.
+        """Yield ids that were looked up since the last call, by table: all of its own, and others.
 
         Not by `get_unique_ids`: that of torchrec 1.8 fails if one of the tables was not looked up.
         """
@@ -518,14 +521,48 @@ class _Sharded:
         end = tracker.curr_batch_idx + 1
         lookups = tracker.store.get_indexed_lookups(tracker.per_consumer_batch_idx[CONSUMER], end)
         tracker.per_consumer_batch_idx[CONSUMER] = end
+        tracker.step()  # else lookups that do not pass through the parallel model's forward are of this batch, too
         if tracker._delete_on_read:
             tracker.store.delete(up_to_idx=min(tracker.per_consumer_batch_idx.values()))
-        for table, found in lookups.items():
-            for lookup in found:
-                yield self._name(table), lookup.ids
+        for name, keys in self._kept_under.items():
+            for key in keys:
+                for lookup in lookups.get(key, ()):
+                    yield name, lookup.ids
 
-    def _name(self, table: str) -> str:
-        return f"{self._path}.{table}.weight" if self._path else f"{table}.weight"
+
+def _kept_under(path: str, tracker: Any) -> dict[str, set[str]]:
+    """Return the names under which torchrec's tracker keeps the ids of each table.
+
+    It keeps those of a feature under one table alone, whichever others the feature has, and finds that table's module
+    by its name, which may be another's, too.
+    """
+    found = {}
+    for module_path, module in tracker.tracked_modules.items():
+        part = "embedding_bags" if hasattr(module, "embedding_bags") else "embeddings"
+        for table, config in module._table_name_to_config.items():
+            keys = {tracker.feature_to_fqn.get(feature) for feature in config.feature_names}
+            if None not in keys:  # one that the tracker skips is compared as a whole
+                found[".".join(filter(None, [path, module_path, part, table, "weight"]))] = keys
+    return found
+
+
+def _check_trackable(model: Any) -> None:
+    """Raise CheckpointError for a model with which torchrec's tracker fails, or with whose tables the training does."""
+    if not hasattr(model._dmp_wrapped_module, "module"):
+        raise CheckpointError(
+            "RowTracker: torchrec's tracker needs a model with dense parameters, of which DistributedModelParallel has "
+            "made a DistributedDataParallel (init_data_parallel). Publish without rows=, and compare the file with the "
+            "last one: write_delta(last, new, out)"
+        )
+    kinds = sys.modules["torchrec.distributed.model_tracker.model_delta_tracker"].SUPPORTED_MODULES
+    collections = [module for module in model.modules() if isinstance(module, kinds)]
+    configs = [found for module in collections for found in module._table_name_to_config.items()]
+    known = {feature for config in dict(configs).values() for feature in config.feature_names}
+    if odd := {name for name, config in configs if not known.issuperset(config.feature_names)}:
+        raise CheckpointError(
+            f"RowTracker: several tables have the name {listed(sorted(odd))}, by which torchrec's tracker knows them; "
+            "give each table a name of its own"
+        )
 
 
 def _sharded(model: nn.Module) -> Iterator[_Sharded]:

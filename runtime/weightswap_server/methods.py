@@ -140,10 +140,12 @@ class ServedMethod:
         """Return flat inputs of the smallest allowed sizes, at least 1, and of at least so many rows of a batch.
 
         None if no call may have these. draw: returns values of a shape and dtype. All ids of a jagged tensor are in its
-        first row.
+        first row; where calls are batched, it has an id for each row.
         """
-        least = {self._batch_dim: rows}
-        sizes = {name: max(least.get(name, 1), limits.min) for name, limits in self.signature.dims.items()}
+        least = dict.fromkeys((self._batch_dim, *(join.dim for join in self._joins)), rows)
+        limits = self.signature.dims
+        sizes = {name: max(least.get(name, 1), limits[name].min) for name in limits}
+        sizes |= {join.dim: min(sizes[join.dim], join.most or sizes[join.dim]) for join in self._joins}
         if not all_hold(self.signature.conditions, sizes):
             return None
         filled: dict[str, TensorBytes] = {}
@@ -214,7 +216,10 @@ class ServedMethod:
 
     def _mixed_output(self, caller: Caller, limit: int, ids: int) -> str | None:
         draw = _drawing(ids)
-        calls = [flat for rows in (1, 2) if (flat := self.sample(draw, rows))]
+        least = max(1, self.signature.dims[self._batch_dim].min)
+        # of different sizes, also where torch has captured a graph for two rows or more
+        sizes = (least, least + 1 if least < limit - least else least)
+        calls = [flat for rows in sizes if (flat := self.sample(draw, rows))]
         if len(calls) < 2 or sum(map(self.rows, calls)) > limit:
             return None
         first, again, second = (self.call(caller, flat) for flat in (calls[0], calls[0], calls[1]))

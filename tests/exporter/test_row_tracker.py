@@ -51,11 +51,15 @@ def unknown(tracker: RowTracker) -> list[str]:
     return lent.unknown
 
 
+def copies(model: nn.Module, tracker: RowTracker) -> dict[str, torch.Tensor]:
+    tensors = dict(model.named_parameters())
+    return {name: tensors[name].detach().clone() for name in tracker.tables}
+
+
 @contextmanager
 def compared(model: nn.Module, tracker: RowTracker) -> Iterator[None]:
     """Expect that what a block changes is what the tracker reports."""
-    tensors = dict(model.named_parameters())
-    before = {name: tensors[name].detach().clone() for name in tracker.tables}
+    before = copies(model, tracker)
     yield
     assert reported(tracker) == differing(model, before)
 
@@ -658,6 +662,65 @@ def test_a_tracker_of_torchrec_that_is_there_needs_our_consumer(one_process: Non
     rows = tracker.lend().rows
     ids = theirs.get_unique_ids("checkpoints")
     assert {each.name: each.ids.tolist() for each in rows} == {f"{name}.weight": ids[name].tolist() for name in ids}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "features",
+    [[{"p": "a", "q": "abc"}], [{"p": "abc"}, {"q": "abc"}], [{"p": "ab", "r": "c"}, {"q": "bc", "s": "a"}]],
+    ids=["one collection", "two collections", "in parts"],
+)
+def test_a_feature_of_several_sharded_tables_changes_each(features: list[dict[str, str]], one_process: None) -> None:
+    from tests.support.sharded import Towers, bags, batch, shard
+
+    model = shard(Towers(*[bags(**each) for each in features]))
+    tracker = RowTracker(model, model.fused_optimizer)
+    assert len(tracker.tables) == sum(map(len, features))
+    for _ in range(3):
+        before = copies(model, tracker)
+        model(*batch()).backward()
+        changed = differing(model, before)
+        assert all(changed.values())
+        lent = tracker.lend()
+        lent.led_to("published")
+        assert all(set(changed[each.name]) <= set(each.ids.tolist()) for each in lent.rows)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sharded_tables_may_have_the_name_of_what_they_are_in(one_process: None) -> None:
+    from tests.support.sharded import Towers, bags, batch, shard
+
+    model = shard(Towers(bags(one="ab"), bags(top="bc")))
+    tracker = RowTracker(model, model.fused_optimizer)
+    assert tracker.tables == ("one.tables.embedding_bags.one.weight", "two.tables.embedding_bags.top.weight")
+    before = copies(model, tracker)
+    model(*batch()).backward()
+    reports = reported(tracker)
+    assert all(set(rows) <= set(reports[name]) for name, rows in differing(model, before).items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lookups_beside_the_forward_of_a_sharded_model_are_known(one_process: None) -> None:
+    from tests.support.sharded import Towers, bags, batch, shard
+
+    model = shard(Towers(bags(p="abc")))
+    tracker = RowTracker(model, model.fused_optimizer)
+    for _ in range(3):
+        with compared(model, tracker):
+            model.module(*batch()).backward()
+        assert unknown(tracker) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_which_the_tracker_of_torchrec_fails_are_refused(one_process: None) -> None:
+    from tests.support.sharded import Towers, bags, batch, shard
+
+    model = shard(Towers(bags(p="ab"), bags(p="c")))
+    with pytest.raises(CheckpointError, match="several tables have the name p, by which"):
+        RowTracker(model)
+    model(*batch()).backward()  # goes on
+    with pytest.raises(CheckpointError, match="needs a model with dense parameters"):
+        RowTracker(shard(nn.ModuleDict({"alone": bags(p="abc")})))
 
 
 @pytest.mark.filterwarnings("ignore")

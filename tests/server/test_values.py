@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +294,39 @@ def test_jagged_requests_are_joined_key_by_key(tmp_path: Path, monkeypatch: pyte
             }
     assert seen[0] == 6  # 2 + 2 + 2; the last two have more ids together than the graph takes, and go one by one
     assert seen[1:] == [4, 4]
+
+
+class Mixed(Bags):
+    def __init__(self, way: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, kjt: Any) -> torch.Tensor:
+        return self.way(super().forward(kjt), kjt)
+
+
+MIXING: dict[str, tuple[Callable[[torch.Tensor, Any], torch.Tensor], str | None]] = {
+    "mean": (lambda rows, _: rows - rows.mean(0), "output"),
+    "longest": (lambda rows, kjt: rows + kjt.lengths().max(), "output"),
+    "none": (lambda rows, _: rows.softmax(1), None),
+}
+
+
+@pytest.mark.parametrize("way", MIXING)
+@pytest.mark.parametrize("most", [3, 999])
+def test_rows_of_bags_that_depend_on_those_of_others_are_found(way: str, most: int, tmp_path: Path) -> None:
+    batch, count = Dim("batch", max=99), Dim("count", min=0, max=most)
+    function, expected = MIXING[way]
+    model = different(lambda: Mixed(function), 1)
+    kjt = KeyedJaggedTensor(FEATURES, IDS[:3], lengths=torch.tensor([1, 0, 0, 0, 1, 1]))
+    shapes = ([{0: count}, None, {0: 2 * batch}, None, None, None],)
+    with exported(model, (kjt,), tmp_path, dynamic_shapes=shapes) as served:
+        method = ServedMethod(served, "forward")
+        assert method.batch_limit("batch") == 99
+        if most > 3:  # else two calls have too many ids together
+            assert method.mixed_output(served, 99) == expected
+        (values, *_) = method.sample(rows=5) or []
+        assert values.shape[0] == min(5, most)
 
 
 class Doubled(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +17,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 ROWS, WIDTH, BATCH = 3_000, 8, 8
 FEATURES = {"first": ["a", "b"], "second": ["c"]}
 KEYS = ["a", "b", "c"]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, ROWS, (len(KEYS) * BATCH,)), torch.ones(len(KEYS) * BATCH, dtype=torch.int64)
 
 
 class Jagged(nn.Module):
@@ -37,16 +42,46 @@ class Jagged(nn.Module):
         return self.top(rows)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randint(0, ROWS, (len(KEYS) * BATCH,)), torch.ones(len(KEYS) * BATCH, dtype=torch.int64)
+        return batch()
+
+
+class Towers(nn.Module):
+    """Collections of tables for the same features, each in a tower of its name."""
+
+    def __init__(self, *collections: nn.Module, names: Sequence[str] = ("one", "two")) -> None:
+        super().__init__()
+        for name, collection in zip(names, collections, strict=False):
+            self.add_module(name, nn.ModuleDict({"tables": collection, "top": nn.Linear(WIDTH, 1)}))
+
+    def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        ids = KeyedJaggedTensor(KEYS, values, lengths=lengths)
+        towers: Any = self.children()
+        found = [each["top"](each["tables"](ids).values().reshape(-1, WIDTH)).pow(2).sum() for each in towers]
+        return torch.stack(found).sum()
+
+
+def bags(**features: Sequence[str]) -> nn.Module:
+    """features: those of each table, by its name."""
+    configs = [
+        EmbeddingBagConfig(name=name, embedding_dim=WIDTH, num_embeddings=ROWS, feature_names=list(of_table))
+        for name, of_table in features.items()
+    ]
+    collection: nn.Module = EmbeddingBagCollection(tables=configs, device=torch.device("cpu"))
+    return collection
+
+
+def shard(model: nn.Module, optimizer: Any = torch.optim.SGD) -> DistributedModelParallel:
+    """Shard tables in this process, with an optimizer that is fused into the backward."""
+    tables = [parameter for name, parameter in model.named_parameters() if ".embedding" in name]
+    apply_optimizer_in_backward(optimizer, tables, {"lr": 0.1})
+    return DistributedModelParallel(model, device=torch.device("cpu"))
 
 
 class Sharded:
     def __init__(self, optimizer: str, *, is_pooled: bool = True) -> None:
         self._plain = Jagged(is_pooled=is_pooled)
         module, _, name = optimizer.rpartition(".")
-        kind = getattr(import_module(module), name)
-        apply_optimizer_in_backward(kind, self._plain.tables.parameters(), {"lr": 0.1})
-        self.model = DistributedModelParallel(self._plain, device=torch.device("cpu"))
+        self.model = shard(self._plain, getattr(import_module(module), name))
         self.optimizers = [torch.optim.AdamW([p for n, p in self.model.named_parameters() if n.startswith("top")])]
         part = "embedding_bags" if is_pooled else "embeddings"
         self.tables = tuple(f"tables.{part}.{name}.weight" for name in FEATURES)
