@@ -30,7 +30,7 @@ import torch._inductor
 from torch._guards import detect_fake_mode
 from torch._inductor import config, cpu_vec_isa, lowering
 from torch._inductor.codecache import AotCodeCompiler
-from torch._inductor.codegen.cpp import CppOverrides
+from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
 from torch._inductor.utils import fresh_inductor_cache
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensor
@@ -405,8 +405,9 @@ def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iter
         sources = mock.patch.object(AotCodeCompiler, "compile", _compile_checked(where))
         lowerings = nullcontext() if on_gpu else mock.patch.dict(lowering.lowerings, _cpu_lowerings())
         casts = mock.patch.multiple(CppOverrides, **{name: _wrapping(name) for name in ("abs", "truncdiv")})
+        exact = mock.patch.multiple(CppVecOverrides, **{name: _vectorised(name) for name in ("expm1", "atanh")})
         cache = fresh_inductor_cache(dir=folder)
-        with warnings.catch_warnings(action="ignore"), cache, vectors, sources, lowerings, casts:
+        with warnings.catch_warnings(action="ignore"), cache, vectors, sources, lowerings, casts, exact:
             yield
     except Exception as error:
         if ours := next((cause for cause in _chain(error) if isinstance(cause, CaptureError)), None):
@@ -450,6 +451,16 @@ def _wrapping(name: str) -> Any:
     """
     written = getattr(CppOverrides, name)
     return staticmethod(lambda first, *others: f"decltype({first})({written(first, *others)})")
+
+
+def _vectorised(name: str) -> Any:
+    """Return ATen's function of vectors, which eager calls: AOTInductor's own loses the digits of small numbers."""
+
+    def written(x: Any) -> str:
+        return f"{x}.{name}()"
+
+    written.__name__ = name  # by which AOTInductor finds the same function of one number
+    return staticmethod(written)
 
 
 def _explained(where: str, error: Exception) -> Exception:

@@ -182,6 +182,19 @@ def test_small_integers_wrap_around_in_machine_code(tmp_path: Path) -> None:
         assert torch.equal(found, expected)
 
 
+def test_small_numbers_keep_their_digits(tmp_path: Path) -> None:
+    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        tiny = x * m.scale
+        return [f(each) for each in (tiny, tiny.double()) for f in (torch.expm1, torch.atanh, nn.functional.elu)]
+
+    eager = Does(act, scale=nn.Buffer(torch.tensor(-1e-8)))
+    x = torch.arange(1.0, 42)
+    artifact = compile_engines(export(eager, (x,), out=tmp_path / "a"), ["aoti"], trial=False)
+    model = loaded(artifact, tmp_path, eager, engine="aoti")
+    for found, expected in zip(model(x), eager(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
 def test_fused_code_rounds_to_16_bits_where_eager_does(tmp_path: Path) -> None:
     def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
         found = []
