@@ -65,9 +65,10 @@ class GrpcServer:
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", int(shared)),
         ]
+        # each call occupies a thread from its start: with fewer, calls that wait for clients would block others
+        self._threads = ThreadPoolExecutor(settings.max_connections, thread_name_prefix="weightswap-grpc")
         self._server = grpc.server(
-            # each call occupies a thread from its start: with fewer, calls that wait for clients would block others
-            ThreadPoolExecutor(settings.max_connections, thread_name_prefix="weightswap-grpc"),
+            self._threads,
             options=options,
             maximum_concurrent_rpcs=settings.max_connections,
         )
@@ -89,6 +90,7 @@ class GrpcServer:
         """Stop, and wait until no call is left."""
         self.stop(grace).wait()
         self._timeouts.close()
+        self._threads.shutdown(wait=False)
 
 
 class _Methods:
@@ -192,7 +194,7 @@ class _Methods:
             traceparent=_metadata(context, "traceparent"),
         )
         context.add_callback(call.answer.cancel)  # drops the call if it has not begun
-        answer = self._service.answer_blocking(call)
+        answer = self._service.answer_blocking(call, context.is_active)
         message = _response(request, answer)
         self._service.answered(call, answer)
         return message
@@ -213,7 +215,7 @@ class _Methods:
         try:
             served = self._service.find_ready(_checked(request).model_name, request.model_version)
             if (generation := served.model.artifact.manifest.generation) is not None:
-                for piece in self._generated(request, generation.length, _metadata(context, "traceparent")):
+                for piece in self._generated(request, generation.length, context):
                     yield {"infer_response": piece}
             else:
                 yield {"infer_response": self._infer(request, context)}
@@ -222,14 +224,14 @@ class _Methods:
         except Exception as error:
             yield {"error_message": self._service.refused(getattr(request, "model_name", ""), error).text}
 
-    def _generated(self, request: Any, most: int, traceparent: str) -> Iterator[Any]:
-        name, version = request.model_name, request.model_version
+    def _generated(self, request: Any, most: int, context: grpc.ServicerContext) -> Iterator[Any]:
+        name, version, traceparent = request.model_name, request.model_version, _metadata(context, "traceparent")
         generation = OpenGeneration(self._service, name, version, _prompt(request, most), traceparent)
         timer = Timer(generation.seconds_left, generation.close)  # even if the client does not read
         timer.daemon = True
         timer.start()
         try:
-            while (piece := generation.next_here()) is not END:
+            while (piece := generation.next_here(context.is_active)) is not END:
                 token = "output_ids", TensorBytes("I64", (1,), memoryview(piece.to_bytes(8, "little")))
                 yield _response(request, Answer([token], *msgspec.structs.astuple(generation.answered)))
             if request.parameters["triton_enable_empty_final_response"].bool_param:

@@ -85,7 +85,7 @@ class Server:
 
     def stop(self) -> None:
         """Stop accepting, finish the accepted requests, and let `run()` return. From any thread or signal handler."""
-        self.service.stopping = True
+        self.service.stop()
         self._http.should_exit = True
         if self._grpc is not None:
             self._grpc.stop(self.settings.grace)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +23,20 @@ import pytest
 import tritonclient.grpc as triton
 
 from tests.support import warm
+from tests.support.administered import TOKEN, administered
 from tests.support.commands import run
-from tests.support.served import INFER, X, answer_of, as_json, ask, await_queued, expected, occupied, serving
+from tests.support.served import (
+    INFER,
+    X,
+    answer_of,
+    as_json,
+    ask,
+    await_queued,
+    before_calls,
+    expected,
+    occupied,
+    serving,
+)
 from tests.support.tiny import TinyArtifact, WriteWeights
 from tests.support.watched import eventually
 from weightswap_runtime import DesiredStore, Model, ModelClosed, Unsupported, load
@@ -94,6 +106,52 @@ def test_what_takes_too_long_is_broken_off(model: Model) -> None:
         server.stop()
         with pytest.raises((http.client.HTTPException, ConnectionError, AssertionError)):
             assert asked.result(120).status == 200
+
+
+def test_all_models_share_the_grace(tiny: TinyArtifact) -> None:
+    """Calls that never end hold a stop up once, not once for each model, and not for the admin plane again."""
+    models = {name: load(tiny.path) for name in "abcd"}
+    release = threading.Event()
+    with ExitStack() as stack:
+        stack.callback(release.set)
+        with administered(models, warm=False, grace=9, body_timeout=60, serving={"grace": 2.0}) as server:
+            for served in server.service.served:
+                served.thread.do(lambda: release.wait(120))
+            upload = stack.enter_context(socket.create_connection(("127.0.0.1", server.http_port), 20))
+            upload.sendall(f"POST {INFER} HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n".encode())
+            assert server.admin is not None
+            change = stack.enter_context(socket.create_connection(("127.0.0.1", server.admin.port), 20))
+            head = f"POST /admin/models/a/hold HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {TOKEN}\r\n"
+            change.sendall(f"{head}content-length: 9\r\n\r\n".encode())
+            time.sleep(0.2)
+            began = time.monotonic()
+        took = time.monotonic() - began
+        assert 1.5 < took < 6
+
+
+def test_a_call_over_grpc_that_never_ends_holds_no_thread(model: Model) -> None:
+    """A process does not end before the threads that wait for an answer."""
+
+    def waiting() -> set[threading.Thread]:
+        return {each for each in threading.enumerate() if each.name.startswith("weightswap-grpc_")} - before
+
+    before = {each for each in threading.enumerate() if each.name.startswith("weightswap-grpc_")}
+    begun, ended = threading.Event(), threading.Event()
+    with ExitStack() as stack:
+        stack.callback(ended.set)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        with serving({"tiny": model}, grace=0.2, grpc_port=0) as server:
+            client = stack.enter_context(triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}"))
+            before_calls(patch, lambda *_: (begun.set(), ended.wait(120)))
+            tensor = triton.InferInput("x", [2, 3], "FP32").set_data_from_numpy(X)
+            failed: list[Any] = []
+            client.async_infer("tiny", [tensor], lambda result, error: failed.append(error))
+            assert begun.wait(60)
+        threads = waiting()
+        for thread in threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in threads)
+        assert eventually(lambda: len(failed) == 1)
 
 
 @pytest.mark.parametrize("installed", [True, False])

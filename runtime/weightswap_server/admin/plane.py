@@ -54,6 +54,7 @@ class AdminPlane:
         self._endpoints = AdminEndpoints(service, self.models, self._load, self._audit, uploads, settings)
         guard = TokenGuard(self._endpoints.app(), tokens, self._endpoints.refuse, OPEN_PATHS)
         self._http = HttpServer(guard, settings.http)
+        self._service = service
         self._ending = Event()
         self.port = 0
 
@@ -84,6 +85,8 @@ class AdminPlane:
                 self._ending.set()
                 for operations in self.models.values():
                     operations.close()
+                grace = min(self.settings.grace, self._service.grace_left)  # in the grace of all, not after it
+                self._http.config.timeout_graceful_shutdown = max(1, round(grace))
                 self._http.should_exit = True
                 for thread in threads:
                     thread.join()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,7 +26,7 @@ from weightswap_server.protocol import (
     write_variants,
 )
 
-from .service import Service
+from .service import Service, result_of
 
 END = object()
 
@@ -79,10 +79,10 @@ class OpenGeneration:
                 return
             yield piece
 
-    def next_here(self) -> Any:
-        """Return the next piece, or END; blocks the calling thread. Raises TookTooLong."""
+    def next_here(self, is_wanted: Callable[[], bool]) -> Any:
+        """Return the next piece, or END; blocks the calling thread. Raises TookTooLong, and as `result_of`."""
         try:
-            piece = self.next().result(self.seconds_left)
+            piece = result_of(self.next(), self.seconds_left, is_wanted)
         except TimeoutError as error:
             raise self.timed_out() from error
         if piece is END and not self.seconds_left:

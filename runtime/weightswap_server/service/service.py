@@ -10,9 +10,10 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightswap_runtime import __version__
 from weightswap_runtime.errors import Unsupported
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from .traces import Traces
 
 _NAME = "weightswap"  # of the server, and of the platform of its models
+_INTERVAL = 0.5  # seconds between two checks whether an answer is still wanted
+T = TypeVar("T")
 
 
 class Service:
@@ -72,7 +75,7 @@ class Service:
 
             self.traces = Traces()
         self._since = time.time()
-        self.stopping = False
+        self._stopped_at: float | None = None  # by the monotonic clock
         self.streams = 0
         self._counting = Lock()
         self.served = [Served(name, model, settings, self.metrics, self.traces) for name, model in models.items()]
@@ -82,6 +85,16 @@ class Service:
     def names(self) -> list[str]:
         """The names of all models and methods, as requests use them."""
         return list(self._by_name)
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopped_at is not None
+
+    @property
+    def grace_left(self) -> float:
+        """The seconds that accepted requests still have."""
+        stopped_at = time.monotonic() if self._stopped_at is None else self._stopped_at
+        return max(0.0, stopped_at + self.settings.grace - time.monotonic())
 
     @property
     def ready(self) -> bool:
@@ -159,11 +172,11 @@ class Service:
             answer = call.answer.result()
         return _requested(answer, call)
 
-    def answer_blocking(self, call: Call) -> Answer:
-        """Run a call, and block this thread until it is answered. Raises as `answer`."""
+    def answer_blocking(self, call: Call, is_wanted: Callable[[], bool]) -> Answer:
+        """Run a call, and block this thread until it is answered. Raises as `answer`, and as `result_of`."""
         self._by_name[call.name].thread.submit(call)
         try:
-            answer = call.answer.result(self.settings.timeout)
+            answer = result_of(call.answer, self.settings.timeout, is_wanted)
         except TimeoutError as error:
             if not call.answer.cancel() and call.answer.done():
                 raise  # the model's own
@@ -258,13 +271,35 @@ class Service:
             for name, served in self._by_name.items()
         ]
 
+    def stop(self) -> None:
+        """Be no longer ready. The grace of the accepted requests begins."""
+        if self._stopped_at is None:
+            self._stopped_at = time.monotonic()
+
     def close(self) -> None:
-        """Finish the accepted requests, and close the models."""
-        self.stopping = True
+        """Finish the accepted requests within the grace, which all models share, and close the models."""
+        self.stop()
         for served in self.served:
-            served.close(self.settings.grace)
+            served.close(self.grace_left)
             served.model.close()
         self.metrics.close()
+
+
+def result_of(future: Future[T], seconds: float, is_wanted: Callable[[], bool]) -> T:
+    """Wait for a future, and return its result.
+
+    Raises TimeoutError, and CancelledError soon after it is no longer wanted: a stop waits for the threads that wait.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        left = until - time.monotonic()
+        try:
+            return future.result(max(0.0, min(_INTERVAL, left)))
+        except TimeoutError:
+            if future.done() or left <= _INTERVAL:
+                raise
+        if not is_wanted():
+            raise CancelledError
 
 
 def _requested(answer: Answer, call: Call) -> Answer:
