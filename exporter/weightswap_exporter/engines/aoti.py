@@ -95,6 +95,8 @@ _SERIAL: Mapping[str, Any] = {"cpp.dynamic_threads": False, "cpp.threads": 1}
 _ON_GPU: Mapping[str, Any] = {"aot_inductor.embed_kernel_binary": True}  # else kernels are files beside the library
 _aten = torch.ops.aten
 _BYTES = frozenset({torch.int8, torch.uint8})
+_INTEGERS = frozenset({*_BYTES, torch.int16, torch.int32, torch.int64})
+_DIVISIONS = frozenset({"div", "divide", "floor_divide", "remainder", "fmod"})
 _EXTREMES = (
     *(_aten.amax.default, _aten.amin.default, _aten.argmax.default, _aten.argmin.default),
     *(_aten.max.default, _aten.max.dim, _aten.min.default, _aten.min.dim),
@@ -243,12 +245,15 @@ def _name_constants(module: GraphModule) -> None:
 
 
 def _adapt(module: GraphModule, *, on_cpu: bool) -> None:
-    """Let operators round as eager does and, on the CPU, refuse the same indices without ending the process."""
+    """Let operators round as eager does and, on the CPU, refuse the same indices and divisors without ending the
+    process."""
     for part in module.modules():
         if isinstance(part, GraphModule):
             for node in list(part.graph.nodes):
                 if on_cpu and (found := indices_of(node)):
                     _check_indices(part.graph, node, *found)
+                elif on_cpu and _divides_by_integers(node):
+                    _check_divisor(part.graph, node)
                 elif is_remainder_of_fractions(node):
                     exact_remainder(part.graph, node)
                 elif is_floor_of_fractions(node):
@@ -271,6 +276,31 @@ def _check_indices(graph: torch.fx.Graph, node: Node, table: Node, dimension: in
         node.target, node.args, node.kwargs = aten.index.Tensor, (table, [checked]), {}
     else:
         node.update_arg(position, checked)
+
+
+def _divides_by_integers(node: Node) -> bool:
+    name = str(getattr(node.target, "_opname", "")).removesuffix("_")
+    dtype = getattr(node.meta.get("val"), "dtype", torch.bool)
+    return name in _DIVISIONS and dtype in _INTEGERS and isinstance(node.args[1], Node)
+
+
+def _check_divisor(graph: torch.fx.Graph, node: Node) -> None:
+    """Let an index operator raise where a divisor is 0, before generated code divides.
+
+    That traps if it rounds to zero; else it notes a 0 in a variable that all calls in the process share, so that one of
+    two at a time ends the process, or raises for the other.
+    """
+    aten, call, divisor = torch.ops.aten, graph.call_function, node.args[1]
+    is_size = not isinstance(getattr(divisor, "meta", {}).get("val"), torch.Tensor)
+    position = 0 if is_size else 1  # of the operand that carries the check
+    operand = node.args[position]
+    assert isinstance(operand, Node)
+    with graph.inserting_before(node):
+        divisors = call(aten.scalar_tensor.default, (divisor,)) if is_size else divisor
+        is_zero = call(aten.to.dtype, (call(aten.eq.Scalar, (divisors, 0)), torch.int64))
+        none = call(aten.arange.default, (1,), {"dtype": operand.meta["val"].dtype})
+        checked = call(aten.add.Tensor, (operand, call(aten.index.Tensor, (none, [is_zero]))))
+    node.update_arg(position, checked)
 
 
 def _flatten_outputs(module: GraphModule, expected: list[Leaf]) -> tuple[Any, ...]:

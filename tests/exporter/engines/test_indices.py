@@ -1,8 +1,10 @@
-"""Indices that eager refuses are refused by every engine: none counts them from the end, or writes elsewhere."""
+"""Indices and divisors that eager refuses are refused by every engine: none counts indices from the end, or writes
+elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,45 @@ def test_offsets_that_eager_refuses_are_refused(mode: str, tmp_path: Path) -> No
             eager([ids, torch.tensor(wrong)])
         with pytest.raises(RuntimeError):
             served([ids.numpy(), np.array(wrong)])
+
+
+DIVISIONS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    lambda a, b: a // b,
+    lambda a, b: a.int() % b.int(),
+    lambda _, b: 100 % b,
+    lambda a, b: a.clone().fmod_(b),
+]
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnx", pytest.param("aoti", marks=pytest.mark.slow)])
+def test_divisions_by_zero_are_refused_beside_other_calls(engine: str, tmp_path: Path) -> None:
+    def forward(m: Any, x: list[torch.Tensor]) -> Any:
+        a, b, c = x
+        return [each(a, b) for each in DIVISIONS], a // (1 if engine == "onnx" else c.nonzero().shape[0]), m.w * 2
+
+    eager = Does(forward, w=nn.Parameter(torch.rand(1)))
+    dividends, divisors = torch.tensor([5, -7, 100, 9]), torch.tensor([1, 2, -3, 4])
+    good, by_zero = [dividends, divisors, divisors], [dividends, torch.tensor([1, 0, 2, 3]), divisors]
+    engines = [engine] if engine != "torch" else []
+    artifact = export(eager, (good,), out=tmp_path / "a", engines=engines)
+    served = loaded(artifact, tmp_path, eager, engine=engine)
+    take: Callable[[torch.Tensor], Any] = torch.Tensor.numpy if engine == "onnx" else torch.Tensor.clone
+
+    def call(x: list[torch.Tensor]) -> list[Any]:
+        quotients, by_size, _ = served(list(map(take, x)))
+        return [torch.as_tensor(each).tolist() for each in (*quotients, by_size)]
+
+    def refused(x: list[torch.Tensor]) -> bool:
+        with pytest.raises(RuntimeError):
+            call(x)
+        return True
+
+    quotients, by_size, _ = eager(good)
+    expected = [each.tolist() for each in (*quotients, by_size)]
+    wrong = [by_zero] if engine == "onnx" else [by_zero, [dividends, divisors, divisors * 0]]
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(call, good) for _ in range(200)]
+        refusals = [threads.submit(refused, wrong[number % len(wrong)]) for number in range(200)]
+        assert all(each.result() == expected for each in answers)
+        assert all(each.result() for each in refusals)
