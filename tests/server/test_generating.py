@@ -7,9 +7,10 @@ import json
 import queue
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -256,11 +257,25 @@ def test_what_cannot_be_generated_over_grpc(server: Server, ids: list[Any], para
     until_closed(server)
 
 
-def test_a_client_that_leaves(server: Server) -> None:
+@pytest.mark.parametrize("path", [GENERATE, STREAM])
+@pytest.mark.parametrize("begun", [0, 3])
+def test_a_client_that_leaves(server: Server, monkeypatch: pytest.MonkeyPatch, path: str, begun: int) -> None:
+    run, calls, has_left = Context.run, [], Event()
+
+    def counted(*args: Any) -> Any:
+        calls.append(args[0])
+        assert len(calls) < begun or has_left.wait(120)
+        return run(*args)
+
+    monkeypatch.setattr(Context, "run", counted)
     body = json.dumps(asked()).encode()
-    head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (STREAM.encode(), len(body))
-    for _ in range(3):
+    with nullcontext() if begun else occupied(server):
         with connect(server) as raw:
-            raw.sendall(head + body)
-            assert raw.recv(12) == b"HTTP/1.1 200"
+            raw.sendall(
+                b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body)) + body
+            )
+            assert eventually(lambda: server.service.streams == 1 and len(calls) == begun)
+        assert eventually(lambda: server.service.streams == 0)
+    has_left.set()
     until_closed(server)
+    assert len(calls) == begun

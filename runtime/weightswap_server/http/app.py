@@ -298,7 +298,9 @@ class _Endpoints:
         self._service.find(name)
         body = await self._bodies.body_of(request)
         document = await self._bodies.parse(body, partial(decoded, kind=GenerateRequest))
-        return OpenGeneration(self._service, name, "", document, request.headers.get("traceparent", ""))
+        generation = OpenGeneration(self._service, name, "", document, request.headers.get("traceparent", ""))
+        request.scope[ON_DISCONNECT] = generation.close
+        return generation
 
 
 def _is_ready(ready: bool, why: str) -> Response:

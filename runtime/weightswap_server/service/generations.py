@@ -99,7 +99,7 @@ class OpenGeneration:
         return answer
 
     def close(self) -> None:
-        """Free the context, after the current step has ended."""
+        """End the generation, and free the context, after the current step has ended. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -110,6 +110,8 @@ class OpenGeneration:
             self._close()
 
     def _next(self) -> Any:
+        if self._closed:
+            return END
         if self._stream is None:
             parameters = self._parameters
             prompt = self.request.text_input if self.request.input_ids is None else self.request.input_ids
