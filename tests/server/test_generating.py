@@ -259,7 +259,9 @@ def test_what_cannot_be_generated_over_grpc(server: Server, ids: list[Any], para
 
 @pytest.mark.parametrize("path", [GENERATE, STREAM])
 @pytest.mark.parametrize("begun", [0, 3])
-def test_a_client_that_leaves(server: Server, monkeypatch: pytest.MonkeyPatch, path: str, begun: int) -> None:
+def test_a_client_that_leaves(
+    files: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, path: str, begun: int
+) -> None:
     run, calls, has_left = Context.run, [], Event()
 
     def counted(*args: Any) -> Any:
@@ -267,15 +269,15 @@ def test_a_client_that_leaves(server: Server, monkeypatch: pytest.MonkeyPatch, p
         assert len(calls) < begun or has_left.wait(120)
         return run(*args)
 
-    monkeypatch.setattr(Context, "run", counted)
     body = json.dumps(asked()).encode()
-    with nullcontext() if begun else occupied(server):
-        with connect(server) as raw:
-            raw.sendall(
-                b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body)) + body
-            )
-            assert eventually(lambda: server.service.streams == 1 and len(calls) == begun)
-        assert eventually(lambda: server.service.streams == 0)
-    has_left.set()
-    until_closed(server)
+    request = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), len(body), body)
+    with serving({"llama": load(files[0], files[1])}, stream_timeout=10_000) as server:
+        monkeypatch.setattr(Context, "run", counted)
+        with nullcontext() if begun else occupied(server):
+            with connect(server) as raw:
+                raw.sendall(request)
+                assert eventually(lambda: server.service.streams == 1 and len(calls) == begun)
+            assert eventually(lambda: server.service.streams == 0)
+        has_left.set()
+        until_closed(server)
     assert len(calls) == begun
