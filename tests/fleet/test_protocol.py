@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.support.machines import run_in_any_order
 from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided
-from weightswap_fleet.documents import FleetReceipt
+from weightswap_fleet.documents import FleetReceipt, PrepareRequest
 from weightswap_runtime import DesiredError, NothingToRollBack, NotPromoted
 
 from .nodes import Died, Fleet, FleetTrial, known_weights
@@ -131,14 +131,15 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def another_leads_the_trial(self) -> None:
-        """At most one trial remains."""
+        """At most one trial remains; of those that no node has begun, none is begun."""
         self.trial = FleetTrial.find(self.fleet)
-        assert self._on_trial == ({self.trial.request.id} if self.trial is not None else set())
+        if self.trial is not None:
+            assert {request.id for request, _ in self._trials} == {self.trial.request.id}
+        assert any(has_begun for _, has_begun in self._trials) == (self.trial is not None)
 
     @property
-    def _on_trial(self) -> set[str]:
-        requests = (agent.trial() for agent in self.fleet.agents.values())
-        return {request.id for request in requests if request is not None}
+    def _trials(self) -> list[tuple[PrepareRequest, bool]]:
+        return [trial for agent in self.fleet.agents.values() if (trial := agent.trial()) is not None]
 
     @rule(faults=fates, death=deaths)
     def a_trial_is_promoted(self, faults: dict[tuple[str, str], str], death: int | str) -> None:
@@ -150,7 +151,7 @@ class Protocol(RuleBasedStateMachine):
     def a_trial_is_aborted(self) -> None:
         if self.trial is not None:
             self.trial.end()
-            assert self.trial.request.id not in self._on_trial
+            assert all(request.id != self.trial.request.id for request, _ in self._trials)
             self.trial = None
 
     @rule(number=sets)

@@ -16,12 +16,12 @@ import pytest
 from weightswap_fleet import FleetRefused
 from weightswap_fleet.coordinator import agreement
 from weightswap_fleet.coordinator.agreement import shares
-from weightswap_fleet.documents import FleetPlan, NodeReceipt, PrepareRequest
+from weightswap_fleet.documents import FleetPlan, PrepareRequest
 from weightswap_runtime import DigestMismatch, StageCancelled, StageClosed, Staged, StagingBusy, Unsupported
 from weightswap_server.canary import Measured, Side
 from weightswap_server.workers.trials import TrialMeasures
 
-from .nodes import SOON, Fleet, FleetTrial, NodeAgent, kinds, known_weights, serving_zero
+from .nodes import SOON, Died, Fleet, FleetTrial, NodeAgent, kinds, known_weights, serving_zero
 
 NODES = 3
 
@@ -241,18 +241,27 @@ def test_one_whose_leader_dies_while_it_is_staged_is_given_up(fleet: Fleet, stag
     assert not staging.agent.renew("trial 1")
 
 
-def test_the_next_leader_does_not_wait_for_what_is_staged(fleet: Fleet, staging: Staging) -> None:
-    """Waiting calls would use up the agent's concurrency."""
-    found = FleetTrial.find(fleet)
-    assert found is not None
-    for _ in range(3):
-        fleet.now += 9.0
-        assert found.poll() is None
-    assert (staging.prepared.done(), fleet.trial_words()["n0"]) == (False, 0)
-    staging.go.set()
-    assert isinstance(staging.prepared.result(120), NodeReceipt)
-    assert found.poll() is None
-    assert (found.shares, fleet.trial_words()["n0"] != 0) == ({"n0": 0.5}, True)
+def test_the_next_leader_gives_up_what_no_node_has_begun(fleet: Fleet, staging: Staging) -> None:
+    """It waits for none that stages: waiting calls would use up the agent's concurrency."""
+    assert FleetTrial.find(fleet) is None
+    fleet.now += 11.0
+    assert isinstance(staging.prepared.exception(120), StageCancelled)
+    assert fleet.trying() == {""}
+
+
+def test_a_trial_that_one_node_has_not_verified_is_not_taken_over(fleet: Fleet) -> None:
+    def die() -> None:
+        raise Died
+
+    fleet.before("prepare_trial", die, node="n2")
+    with pytest.raises(Died):
+        FleetTrial(fleet.trial(1, share=0.5), fleet).begin(5.0)
+    fleet.lose("no message")
+    assert FleetTrial.find(fleet) is None
+    assert not any(fleet.trial_words().values())
+    fleet.now += 11.0
+    fleet.reconcile()
+    assert fleet.trying() == {""}
 
 
 def test_nodes_that_are_ready_wait_for_one_that_takes_longer_than_the_lease(

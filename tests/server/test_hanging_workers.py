@@ -12,7 +12,7 @@ import pytest
 
 from tests.server import load
 from tests.server.load import CLIENTS
-from tests.server.worker_processes import Fleet, eventually, serving
+from tests.server.worker_processes import Fleet, eventually, operated, serving
 from weightswap_runtime import Unsupported
 from weightswap_server import ModelSource, Settings
 from weightswap_server.workers.manager import Workers
@@ -39,6 +39,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             "3",
             "--op-library",
             "hanging_operators",
+            *operated(folder),
         ]
         with serving(folder, 2, *options) as found:
             yield found
@@ -86,6 +87,21 @@ def test_a_stopped_owner_is_replaced(fleet: Fleet) -> None:
     eventually(lambda: owner not in fleet.children)
     fleet.desire(2)
     assert set(workers) < set(fleet.children)
+
+
+@pytest.mark.slow
+def test_who_is_stopped_while_it_starts_is_replaced(fleet: Fleet) -> None:
+    before = fleet.children
+    for pid in before[:2]:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: len(fleet.children) == 3 and not set(before[:2]) & set(fleet.children))
+    starting = set(fleet.children) - set(before)
+    for pid in starting:
+        os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: len(fleet.children) == 3 and not starting & set(fleet.children), 120)
+    eventually(lambda: all(process["ready"] for process in fleet.processes))
+    fleet.desire(2)
+    assert before[2] in fleet.children
 
 
 @pytest.mark.slow

@@ -265,17 +265,21 @@ class FleetTrial:
 
     @classmethod
     def find(cls, nodes: Nodes) -> FleetTrial | None:
-        """Return the latest trial of a former leader, with measures begun anew, and end earlier ones."""
+        """Return the latest trial of a former leader, with measures begun anew, and end earlier ones.
+
+        What no node has begun, others may have refused; it ends with its leases.
+        """
         answers = nodes.call(nodes.names(), _ANSWER, NodeMethods.trial)
-        requests = {name: request for name, request in answers.items() if isinstance(request, PrepareRequest)}
-        if not requests:
+        found = {name: answer for name, answer in answers.items() if isinstance(answer, tuple)}
+        begun = [request for request, has_begun in found.values() if has_begun]
+        if not begun:
             return None
-        latest = max(requests.values(), key=lambda request: request.weights.since)
-        for name, request in requests.items():
+        latest = max(begun, key=lambda request: request.weights.since)
+        for name, (request, _) in found.items():
             if request.id != latest.id:
                 nodes.call([name], _ANSWER, NodeMethods.discard, request.id)
         trial = cls(latest, nodes)
-        trial.shares = {name: 0.0 for name, request in requests.items() if request.id == latest.id}
+        trial.shares = {name: 0.0 for name, (request, _) in found.items() if request.id == latest.id}
         return trial
 
     def begin(self, timeout: float) -> None:

@@ -88,7 +88,7 @@ class Agent(NodeChanges):
             read=state.revision if state else 0,
             reachable=self.reconciler.reachable and not self._silence,
             preparing=self.preparing,
-            trying=trial.weights.weights_id if trial else "",
+            trying=trial[0].weights.weights_id if trial else "",
             replicas=self.replicas,
             error=self._error,
             refused=self._weights.refused,

@@ -225,10 +225,10 @@ class NodeChanges:
             raise StageClosed(f"{self._node}: the trial {trial_id} is over")
         return trial
 
-    def trial(self) -> PrepareRequest | None:
-        """Return the request of the current trial."""
+    def trial(self) -> tuple[PrepareRequest, bool] | None:
+        """Return the request of the current trial, and whether it answers requests, so that all nodes were ready."""
         trial = self._trial
-        return trial.request if trial is not None else None
+        return (trial.request, trial.has_begun) if trial is not None else None
 
     def add_measures(self, text: str) -> None:
         """Add a replica's measures of a trial."""
@@ -369,6 +369,10 @@ class _NodeTrial(_NodeChange):
         From another source they are staged again: nobody has verified it, but later nodes would have to start with it.
         """
         return (self.weights_id, self.request.source) == (request.weights.weights_id, request.source)
+
+    @property
+    def has_begun(self) -> bool:
+        return self._share is not None
 
     def renew(self, share: float) -> Measured:
         """Continue with a share of the requests, and return the replicas' measures since the last call.

@@ -59,6 +59,7 @@ def main(descriptor: str) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s [{os.getpid()}]: %(message)s")
     manager = ManagerConnection(int(descriptor))
     manager.listen()
+    Thread(target=manager.report_start, name="weightswap-starting", daemon=True).start()
     try:
         if manager.task.settings.traces:
             from weightswap_server.service.traces import export_spans
@@ -103,7 +104,7 @@ def _own(manager: ManagerConnection) -> None:
                 models[name].swap(first)
             source.attach(models[name])
         with plane.running() if plane is not None else nullcontext():
-            manager.send(Message("ready", plane.where if plane is not None else ""))
+            manager.send_ready(plane.where if plane is not None else "")
             _report(manager, service)
             while not ended.wait(_REPORT_INTERVAL):
                 _report(manager, service)
@@ -121,7 +122,7 @@ def _serve(manager: ManagerConnection) -> None:
     trials = WorkerTrials(server.service.served)
     metrics = server.service.metrics.text
     server.service.all_metrics = lambda: manager.total(metrics())
-    server.on_listening(partial(manager.send, Message("ready")))
+    server.on_listening(manager.send_ready)
     _await_warm(server)
     gc.collect()
     gc.freeze()
@@ -200,6 +201,7 @@ class ManagerConnection:
             self._stream = connection.makefile("rwb")  # keeps the socket open
         self.task = from_json(self._stream.readline(), ChildTask)
         self.closed = Event()
+        self._is_ready = Event()
         self.on_tried: Callable[[str], object] = lambda _: None
         self._send_lock = Lock()
         self._request_lock = Lock()
@@ -221,6 +223,18 @@ class ManagerConnection:
         with self._send_lock, suppress(OSError):
             self._stream.write(msgspec.json.encode(message) + b"\n")
             self._stream.flush()
+
+    def report_start(self) -> None:
+        """Tell the manager regularly that this process lives, until it is ready."""
+        while not (self._is_ready.wait(_REPORT_INTERVAL) or self.closed.is_set()):
+            role, name, now = self.task.role, self.task.name, time.time()
+            process = Process(role=role, name=name, pid=os.getpid(), since=now, heard=now, ready=False)
+            self.send(Message("alive", msgspec.json.encode(process).decode()))
+
+    def send_ready(self, text: str = "") -> None:
+        """Tell the manager that this process serves. text: the address of the admin plane."""
+        self._is_ready.set()
+        self.send(Message("ready", text))
 
     def total(self, text: bytes) -> bytes:
         """Return the metrics of all processes. text: those of this one."""

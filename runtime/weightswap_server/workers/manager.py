@@ -41,6 +41,7 @@ _HEALTHY = 30.0  # seconds of life after which earlier failures do not count
 _MOST_LINE = 1 << 26  # bytes; metrics are a line
 _KILL_AFTER = 5.0  # seconds beyond the grace
 _CHECKS = 10  # per timeout
+_LONGEST_IMPORT = 60.0  # seconds for which a process that starts may be silent, whatever the timeout
 _SECRET = re.compile(
     r"(?:^|_)(?:TOKEN|SECRETS?|PASS(?:WORD|WD|PHRASE)?|CREDENTIALS?|(?:ACCESS|ACCOUNT|API|PRIVATE|STORAGE)_?KEY"
     r"|CONNECTION_STRING|SAS)(?:_|$)",
@@ -209,7 +210,8 @@ class Child:
         self._handover: Handover | None = None
         self._writer: asyncio.StreamWriter | None = None
         self.status = self._starting(0)  # as last reported; pid 0: not started yet
-        self._reported: bool | None = None  # since the last check; None until it is ready
+        self._reported = False  # since the last check
+        self._started = False
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._process: asyncio.subprocess.Process | None = None
         self._failure = ""
@@ -249,7 +251,7 @@ class Child:
 
     async def _run(self) -> int:
         """Run one process to its end, and return its exit code."""
-        self._failure, self._reported = "", None
+        self._failure, self._started = "", False
         with self._dispatcher.handover() if self._dispatcher is not None else nullcontext() as self._handover:
             process, ours = await self._start()
             self.status = self._starting(process.pid)
@@ -292,18 +294,19 @@ class Child:
         return self._process, ours
 
     async def _kill_if_silent(self, process: asyncio.subprocess.Process) -> None:
-        """Kill the process once it has been silent for the timeout.
+        """Kill the process once it has been silent for the timeout, or longer while it starts.
 
         Checks are counted, not seconds: a load that delays this process delays the child's messages, too.
         """
         silent = 0
         while self._timeout:
             await asyncio.sleep(self._timeout / _CHECKS)
-            silent = silent + 1 if self._reported is False else 0
-            if self._reported:
-                self._reported = False
-            if silent >= _CHECKS and process.returncode is None and not self._ending.is_set():
-                self._failure = f"it hung: it had sent nothing for {self._timeout:g} s, and was killed"
+            silent = 0 if self._reported else silent + 1
+            self._reported = False
+            limit = self._timeout if self._started else max(self._timeout, _LONGEST_IMPORT)
+            is_over = silent * self._timeout >= limit * _CHECKS
+            if is_over and process.returncode is None and not self._ending.is_set():
+                self._failure = f"it hung: it had sent nothing for {limit:g} s, and was killed"
                 process.kill()
                 return
 
@@ -356,13 +359,14 @@ class Child:
             self._writer.write(raw)
 
     def _set_ready(self, text: str) -> None:
+        self._started = True
         self._set_alive()
         if not self._ready.done():
             self._ready.set_result(text)
 
     def _set_alive(self) -> None:
         self._reported = True
-        if self._handover is not None:
+        if self._handover is not None and self._started:
             self._handover.ready = True
 
     async def end(self, grace: float) -> None:
