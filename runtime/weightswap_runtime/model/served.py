@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -39,6 +40,8 @@ from .generation import (
     find_tokenizer,
     generate_steps,
 )
+
+_RECEIPT_TIMEOUT = 0.5  # seconds to wait for a commit's receipt, which a killed owner may never have written
 
 
 class ServedModel(Caller, AbstractContextManager["ServedModel"]):
@@ -259,27 +262,44 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
         if generation is None:
             raise Unsupported(f"{self.artifact.path}: does not generate; export it with export_decoder()")
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
-        prompts = Prompts(prompt, lambda: self._tokenizer(tokenizer))
-        request = GenerationRequest(prompts.rows, sampling, max_new_tokens, prompts.stop_check(stop), seed)
-        check(request, generation)
-        choice = self._require_variants().choose(variants) if variants else None
-        context = self.new_context(on_swap=on_swap)
-        find = partial(self._method_with_variants, choice) if choice is not None else self.method
-        steps = generate_steps(find, self._member.engine, context, request, generation)
-        return TokenStream(steps, prompts.pieces(steps), context) if stream else prompts.whole(steps)
+        with ExitStack() as unless_begun:
+            # first, as the tokenizer is that of the weights that it pins
+            context = unless_begun.enter_context(self.new_context(on_swap=on_swap))
+            prompts = Prompts(prompt, lambda: self._tokenizer(tokenizer, context))
+            request = GenerationRequest(prompts.rows, sampling, max_new_tokens, prompts.stop_check(stop), seed)
+            check(request, generation)
+            choice = self._require_variants().choose(variants) if variants else None
+            find = partial(self._method_with_variants, choice) if choice is not None else self.method
+            steps = generate_steps(find, self._member.engine, context, request, generation)
+            pieces = prompts.pieces(steps) if stream else None
+            unless_begun.pop_all()
+        return prompts.whole(steps) if pieces is None else TokenStream(steps, pieces, context)
 
     def _method_with_variants(self, choice: Choice, name: str) -> Callable[..., Any]:
         return partial(self.method(name), variants=choice)
 
-    def _tokenizer(self, path: PathLike | None) -> Tokenizer:
+    def _tokenizer(self, path: PathLike | None, context: Context) -> Tokenizer:
         if path is not None:
             return Tokenizer(path)
-        receipts, served = self.history, self.weights_id
+        current = self._gate.current
+        served, generation = context.weights_id, context.generation
+        if generation is None and current is not None:  # the context pins nothing
+            served, generation = current.weights_id, current.generation
+        receipts = self._history_with(generation or 0)
         # a rollback's receipt names no file, and the files of what it has withdrawn come after those of these weights
         read = [n for n, each in enumerate(receipts, 1) if each.weights_id == served and each.kind != "rollback"]
         until = read[-1] if read else len(receipts)
         files = [receipt.source for receipt in reversed(receipts[:until]) if receipt.reloadable]
         return find_tokenizer(files, self.artifact.path)
+
+    def _history_with(self, generation: int) -> tuple[SwapReceipt, ...]:
+        """Return the history with the receipt of a generation, which comes a moment after its commit."""
+        deadline = time.monotonic() + _RECEIPT_TIMEOUT
+        while not (receipts := self.history) or receipts[-1].generation < generation:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.005)
+        return receipts
 
     def _new_context(
         self,

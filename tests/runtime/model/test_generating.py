@@ -28,6 +28,7 @@ from weightswap_runtime import (
     Artifact,
     ArtifactError,
     CallError,
+    Context,
     InputMismatch,
     Model,
     StaleState,
@@ -711,11 +712,7 @@ def test_a_tokenizer_that_panics_is_refused(
 
 
 def test_after_a_rollback_the_tokenizer_is_that_of_the_weights_that_are_served(one: Exported, tmp_path: Path) -> None:
-    files = [tmp_path / str(number) / "weights.safetensors" for number in range(2)]
-    for number, file in enumerate(files):
-        file.parent.mkdir()
-        shutil.copy(one.files[number], file)
-        write_tokenizer(file.parent, reverse=number == 1)
+    files = with_tokenizers(one, tmp_path)
     model, found = load(one.artifact, files[0]), []
     model.swap(one.files[1])  # without a tokenizer: that of the weights before goes on
     first = Tokenizer(files[0].parent)
@@ -728,6 +725,35 @@ def test_after_a_rollback_the_tokenizer_is_that_of_the_weights_that_are_served(o
     for expected_text in (found[0], found[1]):
         model.rollback()
         assert model.generate("#%", max_new_tokens=6) == expected_text
+
+
+def with_tokenizers(one: Exported, folder: Path) -> list[Path]:
+    """Return two weight files, each beside a tokenizer of its own."""
+    files = [folder / str(number) / "weights.safetensors" for number in range(2)]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        shutil.copy(one.files[number], file)
+        write_tokenizer(file.parent, reverse=number == 1)
+    return files
+
+
+def test_a_swap_as_a_text_comes_changes_weights_and_tokenizer_together(
+    one: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = with_tokenizers(one, tmp_path)
+    expected = [load(one.artifact, file).generate("#%", max_new_tokens=6) for file in files]
+    model, order = load(one.artifact, files[0]), [0, 1]
+    new_context = model.new_context
+
+    def swapping(**options: Any) -> Context:
+        chosen = order.pop()
+        model.swap(files[chosen])
+        context = new_context(**options)
+        model.swap(files[1 - chosen])
+        return context
+
+    monkeypatch.setattr(model, "new_context", swapping)
+    assert [model.generate("#%", max_new_tokens=6) for _ in range(2)] == expected[::-1]
 
 
 def test_the_tokenizer_beside_the_weights_is_found(one: Exported, tokenizer: Path) -> None:
