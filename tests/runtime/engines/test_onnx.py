@@ -277,6 +277,18 @@ def test_the_nearest_elements_are_those_of_eager(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, expected.numpy(), err_msg=str(size))
 
 
+@pytest.mark.parametrize("has_last", [False, True])
+def test_means_of_bags(has_last: bool, tmp_path: Path) -> None:
+    eager = nn.EmbeddingBag(8, 4, mode="mean", include_last_offset=has_last)
+    sizes = {0: Dim("ids", min=1, max=50)}, {0: Dim("bags", min=3, max=50)}
+    sample = torch.arange(6), torch.tensor([0, 2, 6])
+    model = served(eager, sample, tmp_path, dynamic_shapes=sizes)
+    last = [5] if has_last else []
+    for offsets in ([0, 3, 4], [0, 0, 5], [0, 1, 1, 4, 5]):
+        given = torch.tensor([3, 1, 7, 0, 2]), torch.tensor(offsets + last)
+        torch.testing.assert_close(torch.as_tensor(model(*(each.numpy() for each in given))), eager(*given))
+
+
 def test_outputs_outlive_the_model(made: Path) -> None:
     model = load(made / "a", made / "v.safetensors", engine="onnx")
     kept = model(X)[0]
