@@ -221,6 +221,16 @@ def until(true: Callable[[], Any], timeout: float = 120.0) -> Any:
     return found
 
 
+def served(fleet: Any) -> set[str]:
+    """Return the ids of the weights that the nodes serve, once all have answered, which takes a busy one some time."""
+
+    def ask() -> Any:
+        found = {each.weights_id for each in fleet.nodes.values()}
+        return None not in found and found
+
+    return set(until(ask))
+
+
 def soon(work: Callable[[], Any]) -> Any:
     """Return the result of a change; retry it while a change is open whose end a node has not heard of."""
     deadline = time.monotonic() + 120

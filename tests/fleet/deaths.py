@@ -13,7 +13,7 @@ from typing import Any
 
 from weightswap_fleet import Deadlines, NodeStatus
 
-from .clusters import NODE, Deployed, calling, frozen, soon, until
+from .clusters import NODE, Deployed, calling, frozen, served, soon, until
 
 VICTIMS = ["agent", "frozen agent", "replica", "coordinator", "coordinator's process"]  # on each node, or once
 
@@ -41,9 +41,10 @@ def survive(deployed: Deployed, deaths: Sequence[tuple[str, float]]) -> None:
         # a change whose coordinator died is open until its lease is over
         receipt = soon(lambda: fleet.swap(files.weights[1]))
         until(lambda: all(client.has_seen(receipt.revision) for client in clients), 300)  # all replicas may begin again
+        assert soon(lambda: fleet.wait(120))  # a node may be late
     # an agent that was killed, or the coordinator, or the agents of all nodes that have replicas
     assert set(refusals) <= {"FleetRefused", "FleetUndecided", "UnknownFleet"}
-    assert len({each.weights_id for each in fleet.nodes.values()}) == 1
+    assert served(fleet) == {receipt.weights_id}
 
 
 def killer(deployed: Deployed, victim: str, node: NodeStatus) -> Callable[[], object]:

@@ -30,7 +30,7 @@ from weightswap_runtime import DesiredError, DesiredStore, DigestMismatch, Nothi
 from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.following.document_storage import LOCK
 
-from .clusters import INPUT, Deployed, Numbered, calling, frozen, soon, until
+from .clusters import INPUT, Deployed, Numbered, calling, frozen, served, soon, until
 from .deaths import VICTIMS, coordinator, pid_of, survive
 
 pytestmark = [
@@ -56,7 +56,7 @@ def test_a_swap_is_every_node_s(deployed: Deployed) -> None:
     assert (receipt.kind, receipt.revision, receipt.late) == ("swap", before + 1, {})
     assert files.number(receipt.weights_id) == 1
     assert len(receipt.nodes) == len(fleet.nodes) >= 2
-    assert {each.weights_id for each in fleet.nodes.values()} == {receipt.weights_id}
+    assert served(fleet) == {receipt.weights_id}
     assert [each.by for each in [fleet.desired.weights]] == ["ana"]
     for client in clients:
         assert {number for asked, number, _ in client.answers if asked > committed} == {1}
@@ -201,7 +201,7 @@ def test_who_is_killed_in_each_phase(deployed: Deployed, victim: str, phase: str
         is_decided = victim == "replica" or phase == "commit"
         assert (fleet.desired != before) == is_decided
         assert fleet.wait(120)
-        assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {2 if is_decided else 1}
+        assert set(map(files.number, served(fleet))) == {2 if is_decided else 1}
         receipt = soon(lambda: fleet.swap(files.weights[3]))
         assert receipt.late == {}
         until(lambda: all(client.has_seen(receipt.revision) for client in clients))
@@ -282,7 +282,7 @@ def test_waiting_until_agents_have_begun_again(deployed: Deployed) -> None:
     for node in fleet.nodes.values():
         os.kill(node.agent, signal.SIGKILL)
     assert fleet.wait(180)
-    assert {each.weights_id for each in fleet.nodes.values()} == {receipt.weights_id}
+    assert served(fleet) == {receipt.weights_id}
 
 
 def test_replicas_that_do_not_answer_delay_no_commit(deployed: Deployed) -> None:
@@ -306,7 +306,7 @@ def test_a_url_is_read_by_one_node(deployed: Deployed) -> None:
     with WebServer() as web:
         receipt = fleet.swap(web.put("7.safetensors", content))
         assert len(receipt.nodes) >= 2
-        assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {7}
+        assert set(map(files.number, served(fleet))) == {7}
         assert len(content) <= web.sent < 3 * len(content)  # by the coordinator, and by a node
         desired_store = DesiredStore(files.folder)
         desired_store.set(files.weights[1], revision=desired_store.read().revision)
@@ -332,7 +332,7 @@ def test_a_desired_store_that_is_away_is_waited_for(deployed: Deployed) -> None:
         desired_store.set(files.weights[4], revision=desired_store.read().revision)
         assert fleet.wait(120)
     assert [client.failures for client in clients] == [[], []]
-    assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {4}
+    assert set(map(files.number, served(fleet))) == {4}
 
 
 def test_a_trainer_publishes(deployed: Deployed) -> None:
@@ -345,7 +345,7 @@ def test_a_trainer_publishes(deployed: Deployed) -> None:
     packed = publish(model, out, files.artifact, step=1, promote=fleet, by="run 7").wait(120)
     assert (packed.receipt.kind, packed.receipt.late, packed.refusal) == ("publish", {}, "")
     assert (fleet.desired.revision, fleet.desired.weights.by) == (packed.promoted, "run 7")
-    assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {6}
+    assert set(map(files.number, served(fleet))) == {6}
     fleet.rollback(by="eve", why="worse")
     with torch.no_grad():
         model.first.weight.fill_(7)
@@ -460,6 +460,6 @@ def test_replicas_that_join_under_load_serve_what_is_desired(deployed: Deployed,
         until(lambda: sum(len(each.replicas) for each in scaled.fleet.nodes.values()) == 2, timeout=90)
         scaled.fleet.swap(files.weights[2])
     assert sum(len(each.replicas) for each in scaled.fleet.nodes.values()) == 2
-    assert {files.number(each.weights_id) for each in scaled.fleet.nodes.values()} == {2}
+    assert set(map(files.number, served(scaled.fleet))) == {2}
     assert [client.failures for client in clients] == [[]] * 6
     scaled.fleet.remove()

@@ -27,7 +27,7 @@ from weightswap_fleet import FleetError, FleetRefused
 from weightswap_runtime.following.desired_store import known_weights
 from weightswap_tools.commands import fleet as fleet_commands
 
-from .clusters import Client, checked, cluster, soon, until
+from .clusters import Client, checked, cluster, served, soon, until
 
 pytestmark = [
     needs("ray"),
@@ -93,8 +93,8 @@ def calling(deployed: Deployed) -> Iterator[list[Client]]:
         yield clients
 
 
-def served(deployed: Deployed) -> set[int]:
-    return {deployed.files.number(each.weights_id) for each in deployed.fleet.nodes.values()}
+def numbers(deployed: Deployed) -> set[int]:
+    return set(map(deployed.files.number, served(deployed.fleet)))
 
 
 def test_swaps_and_rollbacks_are_every_replica_s(deployed: Deployed) -> None:
@@ -108,14 +108,14 @@ def test_swaps_and_rollbacks_are_every_replica_s(deployed: Deployed) -> None:
             receipt = fleet.swap(files.sets[1 + turn % 3], by="ana")
             assert receipt.late == {}
             assert set(receipt.nodes) == set(nodes)
-            assert served(deployed) == {1 + turn % 3}
+            assert numbers(deployed) == {1 + turn % 3}
         fleet.swap(files.sets[1])
         fleet.swap(files.sets[2])
         back = fleet.rollback(by="eve", hold=False)
         committed = time.time()
         until(lambda: all(client.has_seen(back.revision) for client in clients))
     assert all(each.resident for each in back.nodes.values())
-    assert served(deployed) == {1}
+    assert numbers(deployed) == {1}
     for client in clients:
         assert client.failures == []
         assert {seed for asked, seed, _ in client.answers if asked > committed} <= {1}
@@ -124,13 +124,13 @@ def test_swaps_and_rollbacks_are_every_replica_s(deployed: Deployed) -> None:
 
 def test_what_is_refused_no_replica_takes(deployed: Deployed) -> None:
     fleet, files = deployed
-    before, seed = fleet.desired, served(deployed)
+    before, seed = fleet.desired, numbers(deployed)
     with calling(deployed) as clients, pytest.raises(FleetRefused) as refused:
         fleet.swap(files.damaged(3))
     assert set(refused.value.reasons) == set(fleet.nodes)
     assert str(refused.value).count("digest") >= len(fleet.nodes)
     assert fleet.desired == before
-    assert served(deployed) == seed
+    assert numbers(deployed) == seed
     assert [client.failures for client in clients] == [[], []]
 
 
@@ -148,11 +148,11 @@ def test_a_rank_that_is_gone_takes_its_replica_along_and_all_come_back(
         soon(lambda: fleet.swap(files.sets[2]))  # with whoever is there
         until(lambda: len(fleet.nodes) == 2 and victim.node not in fleet.nodes)
         assert soon(lambda: fleet.wait(120))
-        assert served(deployed) == {2}
+        assert numbers(deployed) == {2}
         again = soon(lambda: fleet.swap(files.sets[3]))
         assert len(again.nodes) == 2
         until(lambda: all(client.has_seen(again.revision) for client in clients))
-    assert served(deployed) == {3}
+    assert numbers(deployed) == {3}
 
 
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -172,7 +172,7 @@ def test_ranks_that_are_killed_anywhere_in_a_change(deployed: Deployed, deaths: 
             killing.join()
             until(lambda pid=victim: not runs(pid) and len(soon(lambda: fleet.nodes)) == 2)  # type: ignore[misc]
             assert soon(lambda: fleet.wait(120))
-            assert served(deployed) == {files.number(fleet.desired.weights_id)}
+            assert numbers(deployed) == {files.number(fleet.desired.weights_id)}
 
 
 def runs(pid: int) -> bool:
@@ -218,7 +218,7 @@ def test_on_the_command_line(deployed: Deployed, monkeypatch: pytest.MonkeyPatch
     run(*deploy, "--ranks", 2)
     until(lambda: len(deployed.fleet.nodes) == 2 and not before.keys() & deployed.fleet.nodes.keys())
     assert "serve it    2 of 2 replicas\n" in run("status", "--name", "split")
-    assert served(deployed) == {1}
+    assert numbers(deployed) == {1}
     document = json.loads(run("status", "--name", "split", "--json"))
     assert [len(node["ranks"]) for node in document["nodes"]] == [2, 2]
 

@@ -30,10 +30,7 @@ _CLAMPS = {
     getattr(torch.ops.aten, f"{name}{end}").default for name in ("clamp", "clip", "hardtanh") for end in ("", "_")
 }
 _MODE, _SUM, _MEAN = 4, 0, 1  # of bags: the place of the mode in their arguments, and its values
-_OFFSETS = {
-    "aten::upsample_nearest": 0.0,
-    "aten::_upsample_nearest_exact": 0.5,
-}  # of centres, by operator
+_OFFSETS = {"aten::upsample_nearest": 0.0, "aten::_upsample_nearest_exact": 0.5}  # of elements' centres
 
 
 def adapt(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
