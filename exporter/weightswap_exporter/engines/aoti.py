@@ -298,8 +298,8 @@ def _check_divisor(graph: torch.fx.Graph, node: Node) -> None:
     with graph.inserting_before(node):
         divisors = call(aten.scalar_tensor.default, (divisor,)) if is_size else divisor
         is_zero = call(aten.to.dtype, (call(aten.eq.Scalar, (divisors, 0)), torch.int64))
-        none = call(aten.arange.default, (1,), {"dtype": operand.meta["val"].dtype})
-        checked = call(aten.add.Tensor, (operand, call(aten.index.Tensor, (none, [is_zero]))))
+        zero = call(aten.arange.default, (1,), {"dtype": operand.meta["val"].dtype})  # one element, at index 0
+        checked = call(aten.add.Tensor, (operand, call(aten.index.Tensor, (zero, [is_zero]))))
     node.update_arg(position, checked)
 
 

@@ -295,11 +295,9 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
     def _history_with(self, generation: int) -> tuple[SwapReceipt, ...]:
         """Return the history with the receipt of a generation, which comes a moment after its commit."""
         deadline = time.monotonic() + _RECEIPT_TIMEOUT
-        while not (receipts := self.history) or receipts[-1].generation < generation:
-            if time.monotonic() >= deadline:
-                break
+        while (not self.history or self.history[-1].generation < generation) and time.monotonic() < deadline:
             time.sleep(0.005)
-        return receipts
+        return self.history
 
     def _new_context(
         self,
