@@ -16,12 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weightswap_runtime.errors import Unsupported, visible
+from weightswap_runtime.errors import (
+    DigestMismatch,
+    GraphMismatch,
+    Unsupported,
+    WeightFileError,
+    WeightsMismatch,
+    visible,
+)
 from weightswap_runtime.live.variants import MOST
 from weightswap_runtime.model.loading import load
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.model.served import ServedModel
-from weightswap_runtime.transfer.keeping import newest_kept
+from weightswap_runtime.transfer.keeping import kept_files
 from weightswap_server.admin.access import AdminSettings
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.http.app import http_app
@@ -29,6 +36,7 @@ from weightswap_server.http.handover import Handed
 from weightswap_server.http.listening import HttpServer, listening, new_loop
 from weightswap_server.service.service import Service
 
+from .errors import log
 from .protocol import NAME
 from .settings import Settings
 
@@ -160,20 +168,29 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, Any] = {}  # further arguments of `load`, such as the engine
 
     def open(self) -> Model:
-        """Load the model, and start to watch, follow or receive. Raises what `load` and `Model.add_variant`, `watch`,
-        `follow` and `receive` raise."""
+        """Load the model, and start to watch, follow or receive. Raises what `load` and `Model.swap`, `add_variant`,
+        `watch`, `follow` and `receive` raise."""
         self.check()
-        model = load(self.artifact, self.first, **self.options)
+        model = load(self.artifact, **self.options)
+        self.begin(model)
         for variant in self.variants:
             model.add_variant(variant.group, variant.name, variant.path)
         self.attach(model)
         return model
 
-    @property
-    def first(self) -> str | None:
-        """The file to begin with: what was kept last, else `weights`."""
-        newest = newest_kept(self.keep) if self.keep is not None else None
-        return self.weights if newest is None else str(newest)
+    def begin(self, model: Model) -> None:
+        """Swap in what was kept last, else `weights`. Raises what `Model.swap` of these raises.
+
+        Of kept files that are damaged, or of another artifact, the log says so, and the one before is taken.
+        """
+        for path in reversed(kept_files(self.keep) if self.keep is not None else ()):
+            try:
+                model.swap(path)
+                return
+            except (WeightFileError, DigestMismatch, GraphMismatch, WeightsMismatch) as error:
+                log.warning("what was kept last is not served, but what was before: %s", error)
+        if self.weights is not None:
+            model.swap(self.weights)
 
     def check(self) -> None:
         """Raise Unsupported for two sources that would undo each other, or for too many variants."""

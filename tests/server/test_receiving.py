@@ -55,6 +55,32 @@ def test_a_server_that_starts_again_begins_with_what_was_served_last(
         ModelSource(artifact=str(tiny.path), watch=str(tmp_path), keep=kept).open()
 
 
+def test_a_kept_file_that_is_damaged_keeps_no_server_from_starting(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / "kept"
+    source = ModelSource(artifact=str(tiny.path), weights=str(weight_file(1)), keep=str(kept))
+    for seed in (2, 3):
+        with source.open() as model:
+            model.swap(tiny.values(seed))
+    newest = max(kept.iterdir())
+    damage(newest)
+    with source.open() as model:
+        assert serves(model, 2)
+    assert newest.name in caplog.text
+    assert len(list(kept.iterdir())) == 3  # what is served is the newest now
+    for path in kept.iterdir():
+        damage(path)
+    with source.open() as model:
+        assert serves(model, 1)
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] = (content[-1] + 1) % 256
+    path.write_bytes(content)
+
+
 def test_a_rollback_does_not_wait_for_what_is_received(
     tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
 ) -> None:

@@ -6,8 +6,6 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -56,7 +54,7 @@ class KeptFiles(UntilStopped):
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that are kept, the oldest first."""
-        return tuple(_kept_in(self.directory))
+        return kept_files(self.directory)
 
     def _end(self) -> None:
         self._is_stopping = True
@@ -84,7 +82,7 @@ class KeptFiles(UntilStopped):
                 identity, layout, memory = served
                 self._write(identity, layout, memory)
                 self._kept, self.last_error = identity.weights_id[:12], None
-                for old in list(_kept_in(self.directory))[: -self._last]:
+                for old in kept_files(self.directory)[: -self._last]:
                     old.unlink(missing_ok=True)
         except (WeightswapError, OSError, ValueError, MemoryError) as error:
             self.last_error = error.with_traceback(None)
@@ -135,13 +133,15 @@ def _next_time(directory: Path) -> str:
     return f"{now[:8]}T{now[8:]}Z"
 
 
-def newest_kept(directory: str | os.PathLike[str]) -> Path | None:
+def newest_kept(directory: Path) -> Path | None:
     """Return the file of a directory that was kept last; None if there is none."""
-    with suppress(OSError):
-        return next(reversed(list(_kept_in(Path(directory)))), None)
-    return None
+    return next(reversed(kept_files(directory)), None)
 
 
-def _kept_in(directory: Path) -> Iterator[Path]:
-    names = sorted(path.name for path in directory.iterdir() if _NAME.fullmatch(path.name))
-    return (directory / name for name in names)
+def kept_files(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Return the files that a directory keeps, the oldest first; none if it cannot be read."""
+    try:
+        names = sorted(path.name for path in Path(directory).iterdir() if _NAME.fullmatch(path.name))
+    except OSError:
+        return ()
+    return tuple(Path(directory, name) for name in names)

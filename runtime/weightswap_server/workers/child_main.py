@@ -100,8 +100,8 @@ def _own(manager: ManagerConnection) -> None:
         operations.journal.inherit(task.journals.get(name, JournalState()))
     try:
         for name, source in task.sources.items():
-            if (first := source.first) is not None and models[name].weights_id is None:
-                models[name].swap(first)
+            if models[name].weights_id is None:
+                source.begin(models[name])
             source.attach(models[name])
         with plane.running() if plane is not None else nullcontext():
             manager.send_ready(plane.where if plane is not None else "")
