@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Condition
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -250,10 +251,13 @@ def _end() -> None:
 threading._register_atexit(_end)  # type: ignore[attr-defined]
 
 
-async def in_thread(function: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:
+async def in_thread(
+    function: Callable[[], T], stop: Callable[[], None] = lambda: None, drop: Callable[[T], object] | None = None
+) -> T:
     """Run a function in a thread of its own and await its result.
 
-    If the task is cancelled, call `stop`, which lets the function end soon, and wait for its end.
+    If the task is cancelled, call `stop`, which lets the function end soon, and wait for its end, even if the task is
+    cancelled once more. Then `drop`, in a thread, gets the result, if there is one all the same.
     """
     outcome: Future[T] = Future()
 
@@ -276,8 +280,11 @@ async def in_thread(function: Callable[[], T], stop: Callable[[], None] = lambda
         return await asyncio.shield(result)
     except asyncio.CancelledError:
         stop()
-        with suppress(Exception):
-            await asyncio.shield(result)
+        while not result.done():
+            with suppress(asyncio.CancelledError, Exception):
+                await asyncio.shield(result)
+        if result.exception() is None and drop is not None:
+            await in_thread(partial(drop, result.result()))
         raise
 
 

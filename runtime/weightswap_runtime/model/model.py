@@ -229,7 +229,7 @@ class Model(ServedModel):
         self._refuse_on_ranks("astage()")
         request = SwapRequest.of(weights, options, self.artifact.manifest, self._composed, onto)
         request, job = request.beside_owner(), Job(request.rate_limit, yields=True)
-        staged = await in_thread(lambda: self._stage(request, job=job), job.cancel)
+        staged = await in_thread(lambda: self._stage(request, job=job), job.cancel, Staged.discard)
         try:
             yield staged
         finally:

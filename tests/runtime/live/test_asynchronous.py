@@ -20,6 +20,7 @@ from tests.support.watched import eventually
 from weightswap_exporter import export, pack, skeleton
 from weightswap_runtime import (
     DigestMismatch,
+    Event,
     Model,
     StageClosed,
     StagingBusy,
@@ -112,6 +113,39 @@ def test_a_task_that_is_cancelled_ends_its_staging(tiny: TinyArtifact, weight_fi
     asyncio.run(work())
     assert [receipt.generation for receipt in model.history] == [0, 1]
     assert serves(model, 2)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_task_that_is_cancelled_as_its_weights_are_staged_keeps_none(
+    tiny: TinyArtifact, weight_file: WriteWeights, times: int
+) -> None:
+    model = load(tiny.path, weight_file(0))
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+
+        def cancel() -> None:
+            for number in range(times):
+                loop.call_later(0.05 * number, task.cancel)
+
+        def late(event: Event) -> None:
+            if event.kind == "staged":
+                loop.call_soon_threadsafe(cancel)
+                time.sleep(0.3)  # nothing asks again whether it was cancelled
+
+        task = asyncio.ensure_future(staged())
+        model.listen(late)
+        try:
+            await task
+        except asyncio.CancelledError:  # its traceback keeps what the task had
+            model.stage(weight_file(2)).discard()
+
+    async def staged() -> None:
+        async with model.astage(weight_file(1)):
+            raise AssertionError("the block began")
+
+    asyncio.run(work())
+    assert serves(model, 0)
 
 
 def test_a_task_in_the_queue_may_be_cancelled(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
