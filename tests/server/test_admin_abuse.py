@@ -327,6 +327,22 @@ def raw_upload(server: Server, head: str) -> socket.socket:
     return connection
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_an_upload_replaces_nothing_that_came_meanwhile(server: Server, folder: Path, is_link: bool) -> None:
+    path, other = folder / "uploads" / "raw.safetensors", folder / "outside" / "other"
+    other.write_text("other")
+    with raw_upload(server, "Content-Length: 6") as connection:
+        connection.sendall(b"abc")
+        assert eventually(lambda: bool(left_behind(folder)))
+        path.symlink_to(other) if is_link else other.rename(path)
+        connection.sendall(b"def")
+        assert connection.recv(100).startswith(b"HTTP/1.1 409")
+    assert path.is_symlink() == is_link
+    assert path.read_text() == "other"
+    assert left_behind(folder) == [path.name]
+    path.unlink()
+
+
 def test_uploads_that_break_off_stall_or_never_end(server: Server, folder: Path) -> None:
     with raw_upload(server, "Content-Length: 5000") as connection:
         connection.sendall(bytes(100))
