@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator, Set
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
@@ -216,9 +216,13 @@ class UploadDirectory:
             raise NoRoom(f"{name}: the disk for uploads is full")
 
     def _files(self) -> dict[str, int]:
+        sizes: dict[str, int] = {}
         with os.scandir(self.folder) as entries:
-            files = [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
-            return dict(sorted((entry.name, entry.stat(follow_symlinks=False).st_size) for entry in files))
+            for entry in entries:
+                if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    with suppress(FileNotFoundError):  # it was removed meanwhile
+                        sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return dict(sorted(sizes.items()))
 
 
 def _with_companions(path: Path) -> tuple[Path, ...]:
