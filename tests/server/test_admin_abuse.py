@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.support.watched import eventually
 from weightswap_runtime import Unsupported, WeightFileError, load
 from weightswap_runtime.sources.location import fixed_text
 from weightswap_server import AdminSettings, Server
+from weightswap_server.admin import uploads
 from weightswap_server.admin.access import AllowList, Tokens, read_tokens
 from weightswap_server.admin.audit import AuditLog
 from weightswap_server.errors import Forbidden, NotReady
@@ -325,6 +326,39 @@ def raw_upload(server: Server, head: str) -> socket.socket:
     lines = f"PUT /admin/uploads/raw.safetensors HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n{head}\r\n\r\n"
     connection.sendall(lines.encode())
     return connection
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_an_upload_replaces_nothing_that_came_meanwhile(server: Server, folder: Path, is_link: bool) -> None:
+    path, other = folder / "uploads" / "raw.safetensors", folder / "outside" / "other"
+    other.write_text("other")
+    with raw_upload(server, "Content-Length: 6") as connection:
+        connection.sendall(b"abc")
+        assert eventually(lambda: bool(left_behind(folder)))
+        path.symlink_to(other) if is_link else other.rename(path)
+        connection.sendall(b"def")
+        assert connection.recv(100).startswith(b"HTTP/1.1 409")
+    assert path.is_symlink() == is_link
+    assert path.read_text() == "other"
+    assert left_behind(folder) == [path.name]
+    path.unlink()
+
+
+def test_uploads_are_listed_while_one_is_removed(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert put(server, "gone.safetensors", b"x").status == put(server, "kept.safetensors", b"x").status == 201
+
+    @contextmanager
+    def scandir(path: Path) -> Iterator[list[os.DirEntry[str]]]:
+        with scan(path) as entries:
+            found = list(entries)
+        (folder / "uploads" / "gone.safetensors").unlink(missing_ok=True)
+        yield found
+
+    scan = os.scandir
+    monkeypatch.setattr(uploads.os, "scandir", scandir)
+    assert listed(server) == {"kept.safetensors": 1}
+    monkeypatch.undo()
+    assert call(server, "/admin/uploads/kept.safetensors", method="DELETE").status == 204
 
 
 def test_uploads_that_break_off_stall_or_never_end(server: Server, folder: Path) -> None:

@@ -121,6 +121,14 @@ def test_a_method_that_the_protocol_has_no_types_for(tmp_path: Path, caplog: pyt
         Server({"waves": load(alone)}, Settings(http_port=0))
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_two_models_have_one_name(server: Server, order: int) -> None:
+    coder, other = (served.model for served in server.service.served)
+    models = dict([("coder", coder), ("coder.decode", other)][::order])
+    with pytest.raises(Unsupported, match=r"would both be served as coder\.decode"):
+        Server(models, Settings(http_port=0))
+
+
 @pytest.mark.parametrize(
     "settings",
     [

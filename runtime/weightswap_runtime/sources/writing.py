@@ -28,15 +28,19 @@ _SPECIAL = {  # what a rename would replace by a file
     stat.S_IFSOCK: "a socket",
 }
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # of file systems that cannot flush a folder
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # of file systems without hard links
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file. When the block ends without an error, its bytes are flushed to disk and it replaces `path`."""
+def new_file(path: Path, *, only_new: bool = False) -> Iterator[BinaryIO]:
+    """Open a new file. When the block ends without an error, its bytes are flushed to disk and it replaces `path`.
+
+    only_new: it replaces nothing, and follows no link. Raises FileExistsError at the end if there is something by then.
+    """
     with PendingFile(path) as new:
         yield new.file
         new.sync()
-        new.rename(path)
+        (new.rename_new if only_new else new.rename)(path)
 
 
 class PendingFile:
@@ -62,6 +66,20 @@ class PendingFile:
         target = _followed(path)
         self._temporary.replace(target)
         _sync_names(target.parent)
+
+    def rename_new(self, path: Path) -> None:
+        """The same for a path in the same folder where nothing is, not even a link. Raises FileExistsError."""
+        try:
+            os.link(self._temporary, path)  # unlike a rename, it replaces nothing
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+            self._temporary.rename(path)
+        else:
+            self._temporary.unlink()
+        _sync_names(path.parent)
 
     def __enter__(self) -> Self:
         return self

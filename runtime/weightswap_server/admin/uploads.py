@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator, Set
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
@@ -151,13 +151,17 @@ class UploadDirectory:
         self, name: str, path: Path, pieces: AsyncIterator[bytes], length: int | None, digest: str
     ) -> Uploaded:
         with ExitStack() as stack:
-            file = stack.enter_context(new_file(path))
+            file = stack.enter_context(new_file(path, only_new=True))
             size, computed = await self._copy(name, pieces, file)
             if length is not None and size != length:
                 raise BadRequest(f"{name}: ended after {size} of {length} bytes")
             if digest and computed != digest:
                 raise UploadMismatch(f"{name}: its BLAKE3 is {computed}, expected {digest}; send it again")
-            await in_thread(stack.pop_all().close)  # it waits for fsync
+            try:
+                await in_thread(stack.pop_all().close)  # it waits for fsync
+            except FileExistsError as error:  # since the upload began; others may write to the directory, too
+                with self._lock:
+                    raise self._taken(name) from error
         return Uploaded(source=UPLOAD + name, size=size, blake3=computed)
 
     async def _copy(self, name: str, pieces: AsyncIterator[bytes], file: BinaryIO) -> tuple[int, str]:
@@ -188,9 +192,13 @@ class UploadDirectory:
     def _begin(self, name: str, path: Path) -> None:
         with self._lock:
             if name in self._unfinished or os.path.lexists(path):
-                self._sent[name] = time.time()
-                raise Conflict(f"an upload named {name} already exists; choose another name, or delete it")
+                raise self._taken(name)
             self._unfinished[name] = 0
+
+    def _taken(self, name: str) -> Conflict:
+        """Return the refusal of a name that is taken. Under the lock."""
+        self._sent[name] = time.time()
+        return Conflict(f"an upload named {name} already exists; choose another name, or delete it")
 
     def _grow(self, name: str, size: int) -> None:
         with self._lock:
@@ -208,9 +216,13 @@ class UploadDirectory:
             raise NoRoom(f"{name}: the disk for uploads is full")
 
     def _files(self) -> dict[str, int]:
+        sizes: dict[str, int] = {}
         with os.scandir(self.folder) as entries:
-            files = [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
-            return dict(sorted((entry.name, entry.stat(follow_symlinks=False).st_size) for entry in files))
+            for entry in entries:
+                if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    with suppress(FileNotFoundError):  # it was removed meanwhile
+                        sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return dict(sorted(sizes.items()))
 
 
 def _with_companions(path: Path) -> tuple[Path, ...]:

@@ -62,7 +62,8 @@ class Service:
     """The models of a server, and the calls of them."""
 
     def __init__(self, models: Mapping[str, ServedModel], settings: Settings) -> None:
-        """Raises Unsupported for settings out of range, and for models that the protocol cannot describe."""
+        """Raises Unsupported for settings out of range, for models that the protocol cannot describe, and if two would
+        have one name."""
         settings.check()
         self.settings = settings
         self.metrics = ServerMetrics()
@@ -79,7 +80,20 @@ class Service:
         self.streams = 0
         self._counting = Lock()
         self.served = [Served(name, model, settings, self.metrics, self.traces) for name, model in models.items()]
-        self._by_name = {name: served for served in self.served for name in served.methods or (served.name,)}
+        self._by_name = self._named()
+
+    def _named(self) -> dict[str, Served]:
+        """Return the models by all names that requests use. Raises Unsupported for a name that two would have."""
+        found: dict[str, Served] = {}
+        for served in self.served:
+            for name in served.methods or (served.name,):
+                if name in found:  # else the one would answer requests for the other
+                    for each in self.served:
+                        each.close(0.0)
+                    both = f"the models {found[name].name} and {served.name}"
+                    raise Unsupported(f"{both} would both be served as {name}; give one of them another name")
+                found[name] = served
+        return found
 
     @property
     def names(self) -> list[str]:

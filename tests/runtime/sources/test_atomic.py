@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -59,6 +60,26 @@ def test_a_file_that_gets_no_name_is_removed(tmp_path: Path) -> None:
     with PendingFile(tmp_path / "a") as new:
         new.file.write(b"data")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_file_that_shall_be_new_replaces_nothing(
+    tmp_path: Path, has_links: bool, is_link: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_links)
+    with new_file(tmp_path / "a", only_new=True) as file:
+        file.write(b"data")
+    with PendingFile(tmp_path / "b") as new:
+        (tmp_path / "b").symlink_to("a") if is_link else (tmp_path / "a").rename(tmp_path / "b")
+        with pytest.raises(FileExistsError):
+            new.rename_new(tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == b"data"
+    assert [path.name for path in sorted(tmp_path.iterdir())] == (["a", "b"] if is_link else ["b"])
 
 
 def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
