@@ -84,7 +84,9 @@ class RowTracker:
     ) -> None:
         self._row_local = tuple(row_local)
         self._sharded = list(_sharded(model))
-        self._tables = _tables(model, tables, {name for each in self._sharded for name in each.names})
+        sharded = {name for each in self._sharded for name in each.names}
+        self._tables = _tables(model, tables, sharded)
+        _check_backward(model, self._tables, sharded)
         self._by_id = {id(table.tensor): table for table in self._tables}
         self._names = {name: table for table in self._tables for name in table.names}
         self.updates = RowUpdates()
@@ -580,10 +582,35 @@ def _sharded(model: nn.Module) -> Iterator[_Sharded]:
             yield _Sharded(path, module)
 
 
+def _check_backward(model: nn.Module, tables: Iterable[_Table], sharded: set[str]) -> None:
+    """Raise Unsupported for tables that a backward pass changes, which neither torch nor torchrec's tracker tells."""
+    fused = getattr(sys.modules.get("torchrec.optim.fused"), "FusedOptimizerModule", ())
+    changed = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, fused) or _fused_optimizer(module) is not None
+        for parameter in module.parameters()
+    }
+    if odd := [table.names[0] for table in tables if id(table.tensor) in changed and sharded.isdisjoint(table.names)]:
+        raise Unsupported(
+            f"RowTracker: {listed(odd)}: changed by a backward pass with a fused optimizer, of which nothing tells the "
+            "rows. Train it as DistributedModelParallel shards it; or leave it out of RowTracker(tables=): it is then "
+            "compared with what was published last, and written whole if it has changed"
+        )
+
+
+def _fused_optimizer(module: nn.Module) -> str | None:
+    """Return the name of the optimizer that is part of a module of fbgemm; None for other modules."""
+    if not type(module).__module__.startswith("fbgemm_gpu."):
+        return None
+    name: str | None = getattr(getattr(module, "optimizer", None), "name", None)
+    return name
+
+
 def _check_fused(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        optimizer = getattr(getattr(module, "optimizer", None), "name", None)
-        if type(module).__module__.startswith("fbgemm_gpu.") and optimizer is not None and optimizer not in _FUSED:
+        optimizer = _fused_optimizer(module)
+        if optimizer is not None and optimizer not in _FUSED:
             raise Unsupported(
                 f"RowTracker: {path}: fbgemm's {optimizer} may change rows that are not in the batch, so that a "
                 f"tracker would miss them. {_ALTERNATIVE}"

@@ -735,3 +735,19 @@ def test_tables_of_torchrec_that_are_not_sharded_are_tracked_by_steps() -> None:
         model(*model.batch()).pow(2).sum().backward()
         optimizer.step()
     assert tracker.tables == ("tables.embedding_bags.first.weight", "tables.embedding_bags.second.weight")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tables_that_a_backward_of_torchrec_changes_are_refused() -> None:
+    pytest.importorskip("torchrec")
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+    table = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["t"])
+    fused = FusedEmbeddingBagCollection(
+        tables=[table], optimizer_type=SGD, optimizer_kwargs={"lr": 0.1}, device=torch.device("cpu")
+    )
+    model, name = nn.ModuleDict({"fused": fused, "plain": nn.Embedding(9, 4)}), "fused.embedding_bags.t.weight"
+    with pytest.raises(Unsupported, match=rf"RowTracker: {name}: changed by a backward pass .*; or leave it out of"):
+        RowTracker(model, tables=[name, "plain.weight"])
+    assert RowTracker(model).tables == ("plain.weight",)
