@@ -99,12 +99,20 @@ class NodeChanges:
         began = time.perf_counter()
         if not request.is_rollback:
             self._check_free()  # at once: the turn may come only after a long staging
-        with self._changes.turn(self._changes.interrupt if request.is_rollback else None):
+        with self._changes.turn(partial(self._check_awaited, request)):
             opened = self._open(request)
             opened.lease.renew()  # the staging may have taken long
             resident = opened.staged is None or opened.is_borrowed
             verified = opened.staged.verified if opened.staged is not None else "none"
             return NodeReceipt(time.perf_counter() - began, resident, verified)
+
+    def _check_awaited(self, request: PrepareRequest) -> None:
+        """Called while a request waits for the turn. Raises StageCancelled if its coordinator has given it up: each one
+        that waits takes one of the agent's threads, without which no rollback gets in."""
+        self._changes.check()
+        self._changes.check_not_discarded(_NodeChange(request, self._node, self._clock))
+        if request.is_rollback:
+            self._changes.interrupt()
 
     def _open(self, request: PrepareRequest) -> _RequestedChange:
         trial = self._trial if self._trial is not None and self._trial.is_of(request) else None
@@ -192,7 +200,7 @@ class NodeChanges:
         if (control := self._control) is None:
             raise Unsupported(f"{self._node}: has its model on several ranks, on which weights cannot be on trial")
         self._check_free()
-        with self._changes.turn():
+        with self._changes.turn(partial(self._check_awaited, request)):
             self._check_free()
             if self._model.weights_id in (None, request.weights.weights_id):
                 raise Unsupported(
