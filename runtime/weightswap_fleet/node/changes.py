@@ -94,7 +94,8 @@ class NodeChanges:
         a staging, ends a trial, and discards an undecided change.
 
         Raises what `Model.stage` raises, StageCancelled if the change is discarded meanwhile, or was before it came,
-        and StagingBusy if another change is open, or other weights are on trial.
+        StagingBusy if another change is open, or other weights are on trial, and DesiredError if the desired store
+        went back to an older document.
         """
         began = time.perf_counter()
         if not request.is_rollback:
@@ -118,6 +119,7 @@ class NodeChanges:
         trial = self._trial if self._trial is not None and self._trial.is_of(request) else None
         opened = _RequestedChange(request, self._node, self._clock, trial.staged if trial is not None else None)
         self._changes.check_not_discarded(opened)
+        self._check_not_older(request)
         if request.is_rollback:
             self._make_way(keep=trial)
         self._check_free()
@@ -127,6 +129,16 @@ class NodeChanges:
             return self._changes.prepare(opened)
         begin = partial(self._weights.stage, request.source, request.weights, request.reader)
         return self._changes.prepare(opened, begin, lambda: not self._is_overtaken(request))
+
+    def _check_not_older(self, request: PrepareRequest) -> None:
+        """Raise DesiredError if the desired store went back to an older document, on which the change is based.
+
+        Its next revision would stand for other weights than those that clients have seen, or for earlier ones.
+        """
+        read = self.reconciler.state
+        known = max(read.revision if read is not None else 0, self._weights.revision)
+        if request.revision < known and (state := self._read()) is not None:  # or it was only overtaken
+            self.reconciler.check_not_older(state.revision, known)
 
     def _make_way(self, keep: _NodeTrial | None) -> None:
         """End what a rollback does not wait for: a change, unless it was decided, and a trial."""

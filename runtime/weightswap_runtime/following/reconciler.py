@@ -69,16 +69,20 @@ class Reconciler:
 
     def _read(self, check: Callable[[], None]) -> DesiredState:
         before, state = self.state, self._desired_store.read(check)
-        if before is not None and state.revision < before.revision:
-            raise DesiredError(
-                f"{self._desired_store.where}: is at revision {state.revision}, but was at {before.revision}: an older "
-                "copy replaced it, or it was removed. Restore the newer one, or set the weights again, and a hold, "
-                f"until it is past {before.revision}."
-            )
+        self.check_not_older(state.revision, before.revision if before else 0)
         if before is None or state.revision != before.revision:
             self._refusal = self.last_error = None
         self.state = state
         return state
+
+    def check_not_older(self, revision: int, known: int) -> None:
+        """Raise DesiredError if the desired store is at a revision before one that is known."""
+        if revision < known:
+            raise DesiredError(
+                f"{self._desired_store.where}: is at revision {revision}, but was at {known}: an older copy replaced "
+                f"it, or it was removed. Restore the newer one, or set the weights again, and a hold, until it is past "
+                f"{known}."
+            )
 
     def _unreachable(self, error: WeightswapError, target: Controller) -> float:
         self._outages += 1
