@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,15 @@ from pathlib import Path
 import msgspec
 
 from weightswap_fleet.documents import DeploymentSpec, NodeReceipt, PrepareRequest
-from weightswap_runtime.errors import StageCancelled, StageClosed, StagingBusy, Unsupported, WeightswapError, text_of
+from weightswap_runtime.errors import (
+    DesiredError,
+    StageCancelled,
+    StageClosed,
+    StagingBusy,
+    Unsupported,
+    WeightswapError,
+    text_of,
+)
 from weightswap_runtime.following.controller import Change, Controller, Lease, NoticeKind
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights
 from weightswap_runtime.following.desired_store import DesiredStore
@@ -34,7 +43,9 @@ from weightswap_server.canary import CanaryAnalysis, Measured
 from weightswap_server.workers.trials import read_measures
 
 from .memory import NodeWeights
+from .relay import begun
 
+_READ = 10.0  # seconds for a read of the desired store, which others wait for
 _SILENT = 30.0  # seconds without a read of the desired store, after which a node reports it
 _log = logging.getLogger("weightswap.fleet")
 
@@ -422,17 +433,25 @@ class _NodeTrial(_NodeChange):
 
 
 class _NodeDesiredStore(DesiredStore):
-    """A desired store that knows the time since its last read, even while a read hangs, as on a network file system."""
+    """A desired store of which a read may hang, as on a network file system: whoever reads has the turn, for which
+    changes of the whole fleet wait."""
 
     def __init__(self, desired_store: Source, clock: Callable[[], float]) -> None:
         super().__init__(desired_store)
         self._clock = clock
         self._read_at = clock()
+        self._hanging: Future[DesiredState] | None = None
 
     def read(self, check: Check | None = None) -> DesiredState:
-        state = super().read(check)
-        self._read_at = self._clock()
-        return state
+        """Read it. Raises DesiredError if that takes longer than _READ, and at once as long as that read hangs."""
+        if self._hanging is None or self._hanging.done():
+            reading = begun(partial(super().read, check))
+            if wait([reading], _READ).done:
+                state = reading.result()
+                self._read_at = self._clock()
+                return state
+            self._hanging = reading
+        raise DesiredError(f"{self.where}: a read of it has not ended within {_READ:g} s")
 
     @property
     def unread(self) -> float:
