@@ -161,6 +161,25 @@ def test_an_agent_that_begins_again_nothing_until_it_knows_the_deployment(fleet:
     assert agent.model.weights_id == fleet.weights_id(0)
 
 
+def test_no_agent_goes_back_to_an_older_document(fleet: Fleet) -> None:
+    """Not one that begins again, and not one that was told of a commit before it has read the newer document."""
+    document = fleet.where / "desired.json"
+    older = document.read_bytes()
+    fleet.swap(1)
+    document.write_bytes(older)
+    del fleet.agents["n0"]
+    fleet.start("n0")
+    fleet.reconcile()
+    for agent in fleet.agents.values():
+        assert (agent.status().revision, agent.model.weights_id) == (2, fleet.weights_id(1))
+        assert "is at revision 1, but was at 2" in agent.status().error
+    for number, revision in ((0, 1), (2, 2)):
+        fleet.desired_store.set(fleet.file(number), revision=revision)
+    fleet.reconcile()
+    assert fleet.all_serve(2)
+    assert {agent.status().error for agent in fleet.agents.values()} == {""}
+
+
 def test_an_agent_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fleet, tmp_path: Path) -> None:
     """No replica has its memory any more, and the desired store wants weights that the latest deployment refuses."""
     write_keys(tmp_path, "old")

@@ -65,7 +65,8 @@ class NodeChanges:
         self._weights, self._control, self._clock = weights, control, clock
         self._node, self._model = weights.node, weights.model
         self._desired_store = _NodeDesiredStore(weights.spec.desired_store, clock)
-        self.reconciler = Reconciler(self._desired_store, weights.spec.interval, clock)
+        # what is served may be newer than the last document read here: a coordinator, or the agent before, has read it
+        self.reconciler = Reconciler(self._desired_store, weights.spec.interval, clock, least=lambda: weights.revision)
         self.is_deployed = is_deployed
         self.wakeup = threading.Event()  # of the thread that follows the desired store
         self.stopped = threading.Event()

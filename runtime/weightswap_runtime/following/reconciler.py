@@ -37,14 +37,17 @@ class Reconciler:
         clock: Callable[[], float] = time.monotonic,
         *,
         is_only_source: bool = False,
+        least: Callable[[], int] = lambda: 0,
     ) -> None:
-        """is_only_source: True if nothing else brings weights; an event then says once that they are waited for."""
+        """is_only_source: True if nothing else brings weights; an event then says once that they are waited for.
+        least: returns a revision that the desired store has certainly had; an older document is stale."""
         self.last_error: BaseException | None = None
         self.state: DesiredState | None = None  # the last one read
         self.reachable = True  # at the last read
         self._desired_store = desired_store
         self._interval = interval
         self._clock = clock
+        self._least = least
         self._outages = 0
         self._refusal: _Refusal | None = None
         self._reports_empty = is_only_source
@@ -69,7 +72,7 @@ class Reconciler:
 
     def _read(self, check: Callable[[], None]) -> DesiredState:
         before, state = self.state, self._desired_store.read(check)
-        self.check_not_older(state.revision, before.revision if before else 0)
+        self.check_not_older(state.revision, max(before.revision if before else 0, self._least()))
         if before is None or state.revision != before.revision:
             self._refusal = self.last_error = None
         self.state = state
