@@ -256,6 +256,24 @@ def test_a_desired_store_that_never_answers_is_told_of(fleet: Fleet, monkeypatch
     assert 'weightswap_fleet_revision{model="tiny"} 1.0' in agent.metrics()
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_an_older_document_decides_on_no_change(fleet: Fleet, agent: NodeAgent, number: int) -> None:
+    """Not even if it names the same weights: they were desired before, and are not yet again."""
+    document = fleet.where / "desired.json"
+    older = document.read_bytes()
+    fleet.swap(1)
+    newer = document.read_bytes()
+    agent.prepare(fleet.request(number))
+    document.write_bytes(older)
+    agent.reconcile()
+    assert (agent.model.weights_id, agent.status().revision) == (fleet.weights_id(1), 2)
+    assert agent.status().preparing == fleet.weights_id(number)
+    document.write_bytes(newer)
+    agent.reconcile()
+    assert agent.commit(f"change {number}", 3)[1] == 2
+    assert agent.model.weights_id == fleet.weights_id(number)
+
+
 def test_a_node_whose_desired_store_never_answers_takes_part_in_changes(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

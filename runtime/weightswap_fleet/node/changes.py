@@ -163,7 +163,7 @@ class NodeChanges:
         """Return True if the desired store was changed otherwise, such as by a hold or a rollback."""
         state = self._read()
         return (
-            state is not None and state.revision != request.revision and state.weights_id != request.weights.weights_id
+            state is not None and state.revision > request.revision and state.weights_id != request.weights.weights_id
         )
 
     def _read(self) -> DesiredState | None:
@@ -295,7 +295,8 @@ class NodeChanges:
         While the desired store cannot be read, the change stays open until its lease is over: it may have been decided.
         """
         state = self._read()
-        if state is not None and state.revision != opened.request.revision:
+        # an older document, as from a cache, says nothing: the same weights in it may be those of long ago
+        if state is not None and state.revision > opened.request.revision:
             if state.weights_id == opened.request.weights.weights_id:
                 with suppress(WeightswapError):  # the reconciler then stages the weights itself
                     self._commit(opened, state.revision)
