@@ -26,12 +26,13 @@ from weightswap_runtime import (
     NonFiniteWeights,
     NoWeights,
     RanksRefused,
+    StageClosed,
     StagingBusy,
     Unsupported,
     WeightFileError,
 )
 
-from .nodes import Fleet
+from .nodes import Fleet, FleetTrial
 
 pytestmark = [needs("ray"), pytest.mark.filterwarnings("ignore")]  # Ray's
 
@@ -159,6 +160,27 @@ def test_who_waits_for_a_change_waits_no_longer_than_for_its_own(
                 change(str(weight_file(1)), "ana", "", deadlines)
         with pytest.raises(StagingBusy):
             coordinator.promote("ana", "", deadlines)
+
+
+@pytest.mark.parametrize("is_promoted", [False, True])
+def test_a_coordinator_that_begins_again_ends_the_trial_of_the_one_before_at_once(
+    is_promoted: bool, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever aborts it must not hear that there is none, and then see it go on."""
+    from weightswap_fleet.coordinator import actors
+
+    monkeypatch.setattr(actors, "find_spec", lambda name: fleet.spec)
+    monkeypatch.setattr(actors, "RayNodes", lambda spec: fleet)
+    monkeypatch.setattr(actors.Coordinator, "_lead", lambda coordinator: None)
+    FleetTrial(fleet.trial(1, share=0.5), fleet).begin(5.0)
+    coordinator = actors.Coordinator("fleet")
+    if is_promoted:
+        assert coordinator.promote("ana", "", Deadlines()).late == {}
+    else:
+        assert coordinator.abort("ana", "").outcome == "aborted"
+    assert (fleet.trying(), fleet.all_serve(int(is_promoted))) == ({""}, True)
+    with pytest.raises(StageClosed, match="nothing is on trial; the last trial was"):
+        coordinator.abort("ana", "")
 
 
 def test_a_deployment_counts_also_where_the_clock_is_behind(

@@ -175,6 +175,7 @@ class Coordinator:
         return state
 
     def _current_trial(self) -> FleetTrial:
+        self._find_trial()
         if self._trial is None:
             raise StageClosed(f"{self._fleet}: nothing is on trial{_ended(self._last)}")
         return self._trial
@@ -188,16 +189,23 @@ class Coordinator:
         while True:
             time.sleep(_TRIAL_POLL)
             try:
-                if self._trial is None and time.monotonic() < self._started + TRIAL_LEASE:
-                    self._find_trial()
+                if self._may_find:
+                    with self._changing:
+                        self._find_trial()
                 if (trial := self._trial) is not None:
                     self._act_on(trial.poll(), trial)
             except Exception:
                 _log.exception("%s: could not check the trial", self._fleet)
 
+    @property
+    def _may_find(self) -> bool:
+        """True as long as nodes may have a trial of an earlier coordinator, of which this one does not know."""
+        return self._trial is None and time.monotonic() < self._started + TRIAL_LEASE
+
     def _find_trial(self) -> None:
-        with self._changing, suppress(UnknownFleet):
-            if self._trial is None:
+        """Take over the trial of an earlier coordinator, while other changes are excluded."""
+        if self._may_find:
+            with suppress(UnknownFleet):
                 self._trial = FleetTrial.find(RayNodes(find_spec(self._fleet)))
 
     def _act_on(self, verdict: tuple[str, str] | None, trial: FleetTrial) -> None:
