@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from tests.support.keys import write_keys
 from weightswap_fleet import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
 from weightswap_fleet.documents import DeploymentSpec
-from weightswap_runtime import DigestMismatch, NonFiniteWeights, NoWeights, StagingBusy, Unsupported
+from weightswap_runtime import DigestMismatch, NonFiniteWeights, NoWeights, StageCancelled, StagingBusy, Unsupported
 from weightswap_server.signed_weights import SignatureRefused, sign
 
 from .nodes import Fleet, NodeAgent, kinds
@@ -128,6 +130,18 @@ def test_what_was_refused_is_tried_again_when_it_is_signed_or_the_key_is_replace
     assert (reconciled(), agent.model.weights_id) == ("", fleet.weights_id(2))
 
 
+@pytest.mark.parametrize("kind", ["change", "rollback", "trial"])
+def test_what_was_given_up_waits_no_longer_for_what_is_staged(fleet: Fleet, agent: NodeAgent, kind: str) -> None:
+    """Waiting calls would use up the agent's concurrency, and then keep a rollback out."""
+    request = fleet.trial(1, share=0.5) if kind == "trial" else fleet.request(1, is_rollback=kind == "rollback")
+    with ThreadPoolExecutor(1) as pool, agent._changes.turn():
+        waiting = pool.submit(agent.prepare_trial if kind == "trial" else agent.prepare, request)
+        time.sleep(0.1)
+        assert not waiting.done()
+        agent.discard(request.id)
+        assert isinstance(waiting.exception(120), StageCancelled)
+
+
 def test_an_agent_that_begins_again_nothing_until_it_knows_the_deployment(fleet: Fleet, tmp_path: Path) -> None:
     """Ray restarts it with its first arguments; its replicas are of a later deployment, which requires a key."""
     write_keys(tmp_path, "old")
@@ -145,6 +159,25 @@ def test_an_agent_that_begins_again_nothing_until_it_knows_the_deployment(fleet:
     agent.reconcile()
     assert "not signed" in agent.status().error
     assert agent.model.weights_id == fleet.weights_id(0)
+
+
+def test_no_agent_goes_back_to_an_older_document(fleet: Fleet) -> None:
+    """Not one that begins again, and not one that was told of a commit before it has read the newer document."""
+    document = fleet.where / "desired.json"
+    older = document.read_bytes()
+    fleet.swap(1)
+    document.write_bytes(older)
+    del fleet.agents["n0"]
+    fleet.start("n0")
+    fleet.reconcile()
+    for agent in fleet.agents.values():
+        assert (agent.status().revision, agent.model.weights_id) == (2, fleet.weights_id(1))
+        assert "is at revision 1, but was at 2" in agent.status().error
+    for number, revision in ((0, 1), (2, 2)):
+        fleet.desired_store.set(fleet.file(number), revision=revision)
+    fleet.reconcile()
+    assert fleet.all_serve(2)
+    assert {agent.status().error for agent in fleet.agents.values()} == {""}
 
 
 def test_an_agent_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fleet, tmp_path: Path) -> None:

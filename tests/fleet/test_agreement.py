@@ -230,6 +230,31 @@ def test_where_no_node_is_left_nothing_is_decided(change: Callable[[Fleet], obje
         assert fleet.desired_store.read() == before
 
 
+@pytest.mark.parametrize("change", [lambda fleet: fleet.swap(3), lambda fleet: fleet.publish(3), Fleet.rollback])
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_an_older_document_would_change_is_refused(
+    change: Callable[[Fleet], object], is_read: bool, fleet: Fleet
+) -> None:
+    """A revision would stand for other weights than those that clients have seen, or for earlier ones."""
+    document = fleet.where / "desired.json"
+    fleet.swap(1)
+    older = document.read_bytes()
+    fleet.swap(2)
+    fleet.swap(1)
+    if is_read:
+        fleet.reconcile()
+    newer = document.read_bytes()
+    document.write_bytes(older)
+    with pytest.raises(FleetRefused, match="an older copy replaced it") as refused:
+        change(fleet)
+    assert kinds(refused) == dict.fromkeys(("n0", "n1"), DesiredError)
+    assert document.read_bytes() == older
+    assert {agent.status().revision for agent in fleet.agents.values()} == {4}
+    document.write_bytes(newer)
+    fleet.reconcile()
+    assert fleet.rollback().late == {}
+
+
 def test_what_a_trainer_publishes_all_serve_unless_an_operator_has_said_otherwise(fleet: Fleet) -> None:
     receipt = fleet.publish(1)
     assert (receipt.kind, receipt.revision, receipt.by, receipt.late) == ("publish", 2, "run 7", {})

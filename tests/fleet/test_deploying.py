@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from tests.support.damage import damaged
 from tests.support.packages import needs
 from tests.support.ranks import split_artifact, write_goldens, write_set
 from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_fleet import Deadlines, FleetPlan
+from weightswap_fleet import Deadlines, FleetPlan, FleetReceipt
 from weightswap_fleet.documents import DeploymentSpec
 from weightswap_runtime import (
     DesiredStore,
@@ -26,12 +28,13 @@ from weightswap_runtime import (
     NonFiniteWeights,
     NoWeights,
     RanksRefused,
+    StageClosed,
     StagingBusy,
     Unsupported,
     WeightFileError,
 )
 
-from .nodes import Fleet
+from .nodes import Fleet, FleetTrial
 
 pytestmark = [needs("ray"), pytest.mark.filterwarnings("ignore")]  # Ray's
 
@@ -159,6 +162,62 @@ def test_who_waits_for_a_change_waits_no_longer_than_for_its_own(
                 change(str(weight_file(1)), "ana", "", deadlines)
         with pytest.raises(StagingBusy):
             coordinator.promote("ana", "", deadlines)
+
+
+@pytest.mark.parametrize("is_promoted", [False, True])
+def test_a_coordinator_that_begins_again_ends_the_trial_of_the_one_before_at_once(
+    is_promoted: bool, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever aborts it must not hear that there is none, and then see it go on."""
+    from weightswap_fleet.coordinator import actors
+
+    monkeypatch.setattr(actors, "find_spec", lambda name: fleet.spec)
+    monkeypatch.setattr(actors, "RayNodes", lambda spec: fleet)
+    monkeypatch.setattr(actors.Coordinator, "_lead", lambda coordinator: None)
+    FleetTrial(fleet.trial(1, share=0.5), fleet).begin(5.0)
+    coordinator = actors.Coordinator("fleet")
+    if is_promoted:
+        assert coordinator.promote("ana", "", Deadlines()).late == {}
+    else:
+        assert coordinator.abort("ana", "").outcome == "aborted"
+    assert (fleet.trying(), fleet.all_serve(int(is_promoted))) == ({""}, True)
+    with pytest.raises(StageClosed, match="nothing is on trial; the last trial was"):
+        coordinator.abort("ana", "")
+
+
+def test_of_two_rollbacks_at_the_same_time_one_is_made(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not none: each ends on a node what the other one has prepared there."""
+    from weightswap_fleet.coordinator import actors
+
+    monkeypatch.setattr(actors, "find_spec", lambda name: fleet.spec)
+    monkeypatch.setattr(actors, "RayNodes", lambda spec: fleet)
+    monkeypatch.setattr(actors.Coordinator, "_lead", lambda coordinator: None)
+    coordinator = actors.Coordinator("fleet")
+    for number in (1, 2):
+        fleet.swap(number)
+    is_first, is_prepared, made = threading.local(), threading.Event(), []
+
+    def roll_back(first: bool) -> FleetReceipt:
+        is_first.value = first
+        return coordinator.rollback(None, "bo", "", False, Deadlines())
+
+    def meet(method: str, node: str) -> str:
+        """Let the second prepare all nodes when the first has prepared one, which then prepares the other."""
+        first = getattr(is_first, "value", None)
+        if (method, node, first) == ("prepare", "n1", True):
+            made.append(pool.submit(roll_back, False))
+            is_prepared.wait(1.0)
+        elif (method, node, first) == ("renew", "n0", False):
+            is_prepared.set()
+            time.sleep(0.5)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        fleet.fate = meet
+        first = pool.submit(roll_back, True).result(60)
+        second = made[0].result(60)  # goes back from what was desired when it was asked for, and so does nothing more
+    assert (first.revision, first.late) == (second.revision, second.late) == (4, {})
+    assert fleet.all_serve(1)
 
 
 def test_a_deployment_counts_also_where_the_clock_is_behind(

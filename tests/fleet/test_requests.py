@@ -11,6 +11,7 @@ import pytest
 
 from weightswap_fleet import FleetRefused
 from weightswap_fleet.documents import PrepareRequest
+from weightswap_fleet.node import changes
 from weightswap_runtime import RevisionConflict, StageCancelled, StageClosed, StagingBusy
 
 from .nodes import Fleet, NodeAgent
@@ -253,6 +254,49 @@ def test_a_desired_store_that_never_answers_is_told_of(fleet: Fleet, monkeypatch
     assert (status.reachable, status.error) == (True, "")
     assert 'weightswap_fleet_unread_seconds{model="tiny"} 0.0' in agent.metrics()
     assert 'weightswap_fleet_revision{model="tiny"} 1.0' in agent.metrics()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_an_older_document_decides_on_no_change(fleet: Fleet, agent: NodeAgent, number: int) -> None:
+    """Not even if it names the same weights: they were desired before, and are not yet again."""
+    document = fleet.where / "desired.json"
+    older = document.read_bytes()
+    fleet.swap(1)
+    newer = document.read_bytes()
+    agent.prepare(fleet.request(number))
+    document.write_bytes(older)
+    agent.reconcile()
+    assert (agent.model.weights_id, agent.status().revision) == (fleet.weights_id(1), 2)
+    assert agent.status().preparing == fleet.weights_id(number)
+    document.write_bytes(newer)
+    agent.reconcile()
+    assert agent.commit(f"change {number}", 3)[1] == 2
+    assert agent.model.weights_id == fleet.weights_id(number)
+
+
+def test_a_node_whose_desired_store_never_answers_takes_part_in_changes(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hanging read must not keep the turn, for which the changes of all nodes would wait."""
+    agent = fleet.agents["n0"]
+    answers = threading.Event()
+    read = agent._desired_store._storage.read
+    monkeypatch.setattr(changes, "_READ", 0.1)
+    monkeypatch.setattr(agent._desired_store._storage, "read", lambda check: answers.wait() and read(check))
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            agent.reconcile()
+            assert agent.status().error == f"{fleet.where}: a read of it has not ended within 0.1 s"
+            assert pool.submit(fleet.swap, 1).result(60).late == {}
+            assert pool.submit(fleet.rollback).result(60).late == {}
+            assert not agent.status().reachable
+        finally:
+            answers.set()
+        assert agent._desired_store._hanging is not None
+        agent._desired_store._hanging.result(60)
+        agent.reconcile()
+    assert (agent.status().reachable, agent.status().error, agent.status().revision) == (True, "", 3)
+    assert fleet.all_serve(0)
 
 
 def test_a_rollback_reads_nothing_and_a_swap_reads_what_it_is_given(fleet: Fleet, agent: NodeAgent) -> None:

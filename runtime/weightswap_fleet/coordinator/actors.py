@@ -66,6 +66,7 @@ _ANSWER = 5.0  # seconds to wait for quick methods
 _CHUNK = 60.0  # seconds to wait for a chunk of weights from another node
 _IDLE, _POLL = 600.0, 5.0  # seconds without replicas after which an agent ends, and between two polls
 _TRIAL_POLL = 1.0  # seconds between two polls of a trial
+_ROLLBACK = 3.0  # seconds for which a rollback waits for another one
 _ABORT = 20.0  # seconds for which an abort waits for another change
 _log = logging.getLogger("weightswap.fleet")
 F = TypeVar("F")
@@ -79,7 +80,7 @@ class Coordinator:
 
     def __init__(self, fleet: str) -> None:
         self._fleet = fleet
-        self._changing = threading.Lock()
+        self._changing, self._rolling_back = threading.Lock(), threading.Lock()
         self._trial: FleetTrial | None = None
         self._last: TrialReport | None = None
         self._started = time.monotonic()
@@ -96,8 +97,17 @@ class Coordinator:
             return self._agreement().publish(source, known, by, why, remaining)
 
     def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
-        """Roll back at once, without waiting for a change that is being staged."""
-        return self._agreement().rollback(to, by, why, hold, deadlines)
+        """Roll back at once, without waiting for a change that is being staged. Another rollback goes first: each would
+        end the other on some nodes. Only one that takes long is ended, too."""
+        spec = find_spec(self._fleet)
+        desired_store = DesiredStore(spec.desired_store)
+        state = desired_store.read()  # what this one goes back from, also if the other has changed it meanwhile
+        is_next = self._rolling_back.acquire(timeout=_ROLLBACK)
+        try:
+            return Agreement(desired_store, RayNodes(spec)).rollback(to, by, why, hold, deadlines, state)
+        finally:
+            if is_next:
+                self._rolling_back.release()
 
     def hold(self, by: str, why: str) -> DesiredState:
         return self._write(lambda desired_store, revision: desired_store.hold(revision=revision, by=by, why=why))
@@ -175,6 +185,7 @@ class Coordinator:
         return state
 
     def _current_trial(self) -> FleetTrial:
+        self._find_trial()
         if self._trial is None:
             raise StageClosed(f"{self._fleet}: nothing is on trial{_ended(self._last)}")
         return self._trial
@@ -188,16 +199,23 @@ class Coordinator:
         while True:
             time.sleep(_TRIAL_POLL)
             try:
-                if self._trial is None and time.monotonic() < self._started + TRIAL_LEASE:
-                    self._find_trial()
+                if self._may_find:
+                    with self._changing:
+                        self._find_trial()
                 if (trial := self._trial) is not None:
                     self._act_on(trial.poll(), trial)
             except Exception:
                 _log.exception("%s: could not check the trial", self._fleet)
 
+    @property
+    def _may_find(self) -> bool:
+        """True as long as nodes may have a trial of an earlier coordinator, of which this one does not know."""
+        return self._trial is None and time.monotonic() < self._started + TRIAL_LEASE
+
     def _find_trial(self) -> None:
-        with self._changing, suppress(UnknownFleet):
-            if self._trial is None:
+        """Take over the trial of an earlier coordinator, while other changes are excluded."""
+        if self._may_find:
+            with suppress(UnknownFleet):
                 self._trial = FleetTrial.find(RayNodes(find_spec(self._fleet)))
 
     def _act_on(self, verdict: tuple[str, str] | None, trial: FleetTrial) -> None:

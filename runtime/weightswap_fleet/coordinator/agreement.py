@@ -106,13 +106,16 @@ class Agreement:
 
         return self._change("publish", state, described(source, known, by, why, state), source, decide, deadlines)
 
-    def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
+    def rollback(
+        self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines, state: DesiredState | None = None
+    ) -> FleetReceipt:
         """Serve earlier weights again on all nodes: the previous ones, or those whose id begins with `to`.
 
-        Raises what `swap` raises, and what `DesiredStore.rollback` raises.
+        state: what they go back from; None: the present state. Raises what `swap` raises, and what
+        `DesiredStore.rollback` raises.
         """
         check_said(by, why)
-        state = self._desired_store.read()
+        state = self._desired_store.read() if state is None else state
         weights = replace(find_good(state, to, self._desired_store.where), by=by, why=why)
 
         def decide(revision: int, resident: bool) -> DesiredState:

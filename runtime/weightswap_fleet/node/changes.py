@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,15 @@ from pathlib import Path
 import msgspec
 
 from weightswap_fleet.documents import DeploymentSpec, NodeReceipt, PrepareRequest
-from weightswap_runtime.errors import StageCancelled, StageClosed, StagingBusy, Unsupported, WeightswapError, text_of
+from weightswap_runtime.errors import (
+    DesiredError,
+    StageCancelled,
+    StageClosed,
+    StagingBusy,
+    Unsupported,
+    WeightswapError,
+    text_of,
+)
 from weightswap_runtime.following.controller import Change, Controller, Lease, NoticeKind
 from weightswap_runtime.following.desired_state import SHOWN, DesiredState, DesiredWeights
 from weightswap_runtime.following.desired_store import DesiredStore
@@ -34,7 +43,9 @@ from weightswap_server.canary import CanaryAnalysis, Measured
 from weightswap_server.workers.trials import read_measures
 
 from .memory import NodeWeights
+from .relay import begun
 
+_READ = 10.0  # seconds for a read of the desired store, which others wait for
 _SILENT = 30.0  # seconds without a read of the desired store, after which a node reports it
 _log = logging.getLogger("weightswap.fleet")
 
@@ -54,7 +65,8 @@ class NodeChanges:
         self._weights, self._control, self._clock = weights, control, clock
         self._node, self._model = weights.node, weights.model
         self._desired_store = _NodeDesiredStore(weights.spec.desired_store, clock)
-        self.reconciler = Reconciler(self._desired_store, weights.spec.interval, clock)
+        # what is served may be newer than the last document read here: a coordinator, or the agent before, has read it
+        self.reconciler = Reconciler(self._desired_store, weights.spec.interval, clock, least=lambda: weights.revision)
         self.is_deployed = is_deployed
         self.wakeup = threading.Event()  # of the thread that follows the desired store
         self.stopped = threading.Event()
@@ -94,22 +106,32 @@ class NodeChanges:
         a staging, ends a trial, and discards an undecided change.
 
         Raises what `Model.stage` raises, StageCancelled if the change is discarded meanwhile, or was before it came,
-        and StagingBusy if another change is open, or other weights are on trial.
+        StagingBusy if another change is open, or other weights are on trial, and DesiredError if the desired store
+        went back to an older document.
         """
         began = time.perf_counter()
         if not request.is_rollback:
             self._check_free()  # at once: the turn may come only after a long staging
-        with self._changes.turn(self._changes.interrupt if request.is_rollback else None):
+        with self._changes.turn(partial(self._check_awaited, request)):
             opened = self._open(request)
             opened.lease.renew()  # the staging may have taken long
             resident = opened.staged is None or opened.is_borrowed
             verified = opened.staged.verified if opened.staged is not None else "none"
             return NodeReceipt(time.perf_counter() - began, resident, verified)
 
+    def _check_awaited(self, request: PrepareRequest) -> None:
+        """Called while a request waits for the turn. Raises StageCancelled if its coordinator has given it up: each one
+        that waits takes one of the agent's threads, without which no rollback gets in."""
+        self._changes.check()
+        self._changes.check_not_discarded(_NodeChange(request, self._node, self._clock))
+        if request.is_rollback:
+            self._changes.interrupt()
+
     def _open(self, request: PrepareRequest) -> _RequestedChange:
         trial = self._trial if self._trial is not None and self._trial.is_of(request) else None
         opened = _RequestedChange(request, self._node, self._clock, trial.staged if trial is not None else None)
         self._changes.check_not_discarded(opened)
+        self._check_not_older(request)
         if request.is_rollback:
             self._make_way(keep=trial)
         self._check_free()
@@ -119,6 +141,16 @@ class NodeChanges:
             return self._changes.prepare(opened)
         begin = partial(self._weights.stage, request.source, request.weights, request.reader)
         return self._changes.prepare(opened, begin, lambda: not self._is_overtaken(request))
+
+    def _check_not_older(self, request: PrepareRequest) -> None:
+        """Raise DesiredError if the desired store went back to an older document, on which the change is based.
+
+        Its next revision would stand for other weights than those that clients have seen, or for earlier ones.
+        """
+        read = self.reconciler.state
+        known = max(read.revision if read is not None else 0, self._weights.revision)
+        if request.revision < known and (state := self._read()) is not None:  # or it was only overtaken
+            self.reconciler.check_not_older(state.revision, known)
 
     def _make_way(self, keep: _NodeTrial | None) -> None:
         """End what a rollback does not wait for: a change, unless it was decided, and a trial."""
@@ -131,7 +163,7 @@ class NodeChanges:
         """Return True if the desired store was changed otherwise, such as by a hold or a rollback."""
         state = self._read()
         return (
-            state is not None and state.revision != request.revision and state.weights_id != request.weights.weights_id
+            state is not None and state.revision > request.revision and state.weights_id != request.weights.weights_id
         )
 
     def _read(self) -> DesiredState | None:
@@ -192,7 +224,7 @@ class NodeChanges:
         if (control := self._control) is None:
             raise Unsupported(f"{self._node}: has its model on several ranks, on which weights cannot be on trial")
         self._check_free()
-        with self._changes.turn():
+        with self._changes.turn(partial(self._check_awaited, request)):
             self._check_free()
             if self._model.weights_id in (None, request.weights.weights_id):
                 raise Unsupported(
@@ -263,7 +295,8 @@ class NodeChanges:
         While the desired store cannot be read, the change stays open until its lease is over: it may have been decided.
         """
         state = self._read()
-        if state is not None and state.revision != opened.request.revision:
+        # an older document, as from a cache, says nothing: the same weights in it may be those of long ago
+        if state is not None and state.revision > opened.request.revision:
             if state.weights_id == opened.request.weights.weights_id:
                 with suppress(WeightswapError):  # the reconciler then stages the weights itself
                     self._commit(opened, state.revision)
@@ -402,17 +435,25 @@ class _NodeTrial(_NodeChange):
 
 
 class _NodeDesiredStore(DesiredStore):
-    """A desired store that knows the time since its last read, even while a read hangs, as on a network file system."""
+    """A desired store of which a read may hang, as on a network file system: whoever reads has the turn, for which
+    changes of the whole fleet wait."""
 
     def __init__(self, desired_store: Source, clock: Callable[[], float]) -> None:
         super().__init__(desired_store)
         self._clock = clock
         self._read_at = clock()
+        self._hanging: Future[DesiredState] | None = None
 
     def read(self, check: Check | None = None) -> DesiredState:
-        state = super().read(check)
-        self._read_at = self._clock()
-        return state
+        """Read it. Raises DesiredError if that takes longer than _READ, and at once as long as that read hangs."""
+        if self._hanging is None or self._hanging.done():
+            reading = begun(partial(super().read, check))
+            if wait([reading], _READ).done:
+                state = reading.result()
+                self._read_at = self._clock()
+                return state
+            self._hanging = reading
+        raise DesiredError(f"{self.where}: a read of it has not ended within {_READ:g} s")
 
     @property
     def unread(self) -> float:

@@ -238,12 +238,18 @@ def _interruptible(work: Callable[[], T], check: Check | None) -> T:
     """Return the result of `work`, calling `check` every few milliseconds. Its error ends the wait, not the work."""
     if check is None:
         return work()
-    done: Future[T] = Future()
-    threading.Thread(target=_fill, args=(done, work), name="weightswap-relay", daemon=True).start()
+    done = begun(work)
     check()
     while not wait([done], _POLL).done:
         check()
     return done.result()
+
+
+def begun(work: Callable[[], T]) -> Future[T]:
+    """Begin work in a thread of its own, which may hang without keeping the process alive."""
+    done: Future[T] = Future()
+    threading.Thread(target=_fill, args=(done, work), name="weightswap-relay", daemon=True).start()
+    return done
 
 
 def _fill(done: Future[T], work: Callable[[], T]) -> None:

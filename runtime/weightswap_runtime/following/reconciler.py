@@ -37,14 +37,17 @@ class Reconciler:
         clock: Callable[[], float] = time.monotonic,
         *,
         is_only_source: bool = False,
+        least: Callable[[], int] = lambda: 0,
     ) -> None:
-        """is_only_source: True if nothing else brings weights; an event then says once that they are waited for."""
+        """is_only_source: True if nothing else brings weights; an event then says once that they are waited for.
+        least: returns a revision that the desired store has certainly had; an older document is stale."""
         self.last_error: BaseException | None = None
         self.state: DesiredState | None = None  # the last one read
         self.reachable = True  # at the last read
         self._desired_store = desired_store
         self._interval = interval
         self._clock = clock
+        self._least = least
         self._outages = 0
         self._refusal: _Refusal | None = None
         self._reports_empty = is_only_source
@@ -69,16 +72,20 @@ class Reconciler:
 
     def _read(self, check: Callable[[], None]) -> DesiredState:
         before, state = self.state, self._desired_store.read(check)
-        if before is not None and state.revision < before.revision:
-            raise DesiredError(
-                f"{self._desired_store.where}: is at revision {state.revision}, but was at {before.revision}: an older "
-                "copy replaced it, or it was removed. Restore the newer one, or set the weights again, and a hold, "
-                f"until it is past {before.revision}."
-            )
+        self.check_not_older(state.revision, max(before.revision if before else 0, self._least()))
         if before is None or state.revision != before.revision:
             self._refusal = self.last_error = None
         self.state = state
         return state
+
+    def check_not_older(self, revision: int, known: int) -> None:
+        """Raise DesiredError if the desired store is at a revision before one that is known."""
+        if revision < known:
+            raise DesiredError(
+                f"{self._desired_store.where}: is at revision {revision}, but was at {known}: an older copy replaced "
+                f"it, or it was removed. Restore the newer one, or set the weights again, and a hold, until it is past "
+                f"{known}."
+            )
 
     def _unreachable(self, error: WeightswapError, target: Controller) -> float:
         self._outages += 1
