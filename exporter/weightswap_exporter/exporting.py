@@ -314,7 +314,7 @@ def _artifact(
         conversion=recorded.conversion,
         files={name: blake3(content).hexdigest() for name, content in sorted(files.items())},
         variants=tables.variants,
-        config=config_of(view.model),
+        config=config_of(view.model, scaled=not groups),  # variants bring their own factors
     )
     return with_graph_id(manifest), files, [*texts, *recorded.warnings]
 

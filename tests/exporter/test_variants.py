@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from tests.support.adapters import Adapters, X, base, with_lora
@@ -78,3 +80,57 @@ def test_an_adapter_that_is_merged_but_still_there_is_refused(files: Adapters, t
     assert torch.equal(served(X), advised(X))
     model.swap(tuned)
     assert torch.equal(model(X), tuned(X))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.norm(self.first(x))
+        return output
+
+
+def tuned_by(kind: str, **options: Any) -> Any:
+    """A model of PEFT with adapters of a kind, which change what it computes."""
+    import peft
+
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what PEFT cannot compile here, and of norms
+        model = peft.get_peft_model(Normed().eval(), getattr(peft, kind)(**options)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "default" in name:
+                parameter.add_(torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["LoHaConfig", "LoKrConfig"])
+def test_adapters_other_than_lora_keep_their_factor(kind: str, tmp_path: Path) -> None:
+    model = tuned_by(kind, r=2, alpha=8, target_modules=["first"])
+    parameters = {name.removeprefix("base_model.model."): each for name, each in model.named_parameters()}
+    save_file(
+        {name: each.detach() for name, each in parameters.items() if ".default" in name}, tmp_path / "v.safetensors"
+    )
+    artifact = export(model, (X,), out=tmp_path / "a.artifact", variants={"v": "*.default"})
+    served = load(artifact, pack(model, artifact, out=tmp_path / "w.safetensors").path)
+    served.add_variant("v", "own", tmp_path / "v.safetensors")
+    assert torch.equal(served(X, variants={"v": "own"}), model(X))
+    with model.disable_adapter():
+        assert torch.equal(served(X), model(X))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("IA3Config", {"target_modules": ["first"], "feedforward_modules": []}),
+        ("BOFTConfig", {"target_modules": ["first"], "boft_block_size": 2}),
+        ("LNTuningConfig", {"target_modules": ["norm"]}),
+        ("RoadConfig", {"target_modules": ["first"], "group_size": 4}),
+    ],
+)
+def test_adapters_whose_zeros_are_not_the_base_are_refused(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="at zeros is not the base alone"):
+        export(tuned_by(kind, **options), (X,), out=tmp_path / "a.artifact", variants={"v": "*.default*"})

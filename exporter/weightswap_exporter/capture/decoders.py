@@ -131,20 +131,37 @@ def _longest_for_rope(config: Any) -> float:
 
 
 def _cache_shapes(owner: Any, batch: int) -> Iterator[tuple[tuple[torch.Size, torch.dtype], ...]]:
-    """Yield the shapes and dtypes of each layer's keys and values, from a call: configurations are not reliable."""
-    from transformers.cache_utils import DynamicCache
+    """Yield the shapes and dtypes of each layer's keys and values, from a call: configurations are not reliable.
 
+    Raises Unsupported for a model that keeps anything else.
+    """
+    from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    other = Unsupported(f"{type(owner).__qualname__}: keeps something other than the keys and values of its layers")
+    # a layer may keep keys and values, and more; one that uses those of another layer keeps nothing
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer) for layer in _layers(owner)):
+        raise other
     mode = next((tensor.fake_mode for tensor in owner.parameters() if isinstance(tensor, FakeTensor)), nullcontext())
     with mode, torch.no_grad():
         ids, cache = torch.zeros(batch, 1, dtype=torch.int64), DynamicCache()
         owner(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
+    if not cache.layers:  # it has not used the cache
+        raise other
     for layer in cache.layers:
         pair = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not all(isinstance(tensor, torch.Tensor) and tensor.dim() == 4 for tensor in pair):
-            raise Unsupported(
-                f"{type(owner).__qualname__}: keeps something other than the keys and values of its layers"
-            )
+            raise other
         yield tuple((tensor.shape, tensor.dtype) for tensor in pair if tensor is not None)
+
+
+def _layers(owner: Any) -> list[Any]:
+    """Return the layers of the cache that transformers makes for a model; none if it makes them as they are used."""
+    from transformers.cache_utils import DynamicCache
+
+    try:
+        return list(DynamicCache(config=owner.config).layers)
+    except (AttributeError, KeyError, TypeError):  # the configuration is none of a decoder, or has layers of its own
+        return []
 
 
 def _generation(owner: Any, length: int, batch: int) -> TextGeneration:

@@ -7,6 +7,7 @@ how they are loaded; PEFT's layers are taken off where checkpoints of the base m
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,9 @@ from .tensors import ModelView, is_fake, unwrapped
 INITIALIZED = "_is_hf_initialized"  # an attribute that loading sets, and no call reads
 _CALL_ARGUMENT = "variants"  # with it, a call chooses variants
 _LOADED = "_hf_peft_config_loaded"  # transformers' mark of a model with adapters
+
+_PEFT_KIND = re.compile(r"peft\.tuners\.(\w+)\.")
+_NOT_NEUTRAL = frozenset({"boft", "ia3", "ln_tuning", "road"})  # they multiply by their tensors, or replace the base's
 
 Groups = Mapping[str, Sequence[str]]  # FQNs by group
 NO_GROUPS: Groups = MappingProxyType({})
@@ -193,11 +197,20 @@ def _check_layers(model: nn.Module, variable: Collection[str]) -> None:
     for name, layer in _layers(model).items():
         if layer.disable_adapters or len(layer.active_adapters) != 1:
             raise CaptureError(f"{name}: PEFT applies {len(layer.active_adapters)} sets of its tensors, expected one")
+        if (kind := _kind(layer)) in _NOT_NEUTRAL:
+            raise CaptureError(
+                f"{name}: PEFT's {kind} at zeros is not the base alone, which calls without a variant get"
+            )
         if getattr(layer, "use_dora", {}).get(layer.active_adapters[0]):
             raise CaptureError(f"{name}: uses DoRA, which depends on the base's values; only LoRA can be variable")
         own = [f"{name}.{key}" for key in layer.state_dict() if not key.startswith("base_layer.")]
         if undeclared := [fqn for fqn in own if fqn not in variable]:
             raise CaptureError(f"variants: {listed(undeclared)} would belong to the base; declare all that PEFT added")
+
+
+def _kind(layer: Any) -> str:
+    """Return the kind of a layer of PEFT, such as lora: it is the package that the layer's class is in."""
+    return next((found[1] for base in type(layer).__mro__ if (found := _PEFT_KIND.match(base.__module__))), "")
 
 
 @contextmanager
@@ -246,14 +259,14 @@ def find_groups(view: ModelView, declared: Declared | None) -> Groups:
 def base_alone(view: ModelView, groups: Groups) -> Iterator[None]:
     """Let the model compute, in the block, what its graph computes for calls without a variant.
 
-    Variable tensors are zeros. The scaling factors of PEFT's layers, which would become constants of the graph, are 1:
-    a runtime multiplies them into the tensors that it loads.
+    Variable tensors are zeros. The factors of LoRA, which would become constants of the graph, are 1: a runtime
+    multiplies them into the tensors that it loads. Those of PEFT's other layers stay, as a runtime does not know them.
     """
     tensors = [view.tensors[name] for names in groups.values() for name in names]
     values = [(tensor.detach(), tensor.detach().clone()) for tensor in tensors if not is_fake(tensor)]
     with ExitStack() as stack:
         for layer in _layers(view.model).values() if groups else ():
-            if isinstance(scaling := getattr(layer, "scaling", None), dict):
+            if _kind(layer) == "lora" and isinstance(scaling := getattr(layer, "scaling", None), dict):
                 stack.enter_context(mock.patch.dict(scaling, dict.fromkeys(scaling, 1.0)))
         try:
             for tensor, _ in values:

@@ -26,6 +26,8 @@ _ADVICE = (
     "Export the model that these weights belong to. Where these settings change nothing in what it computes, give the "
     "weights without the configuration: the path of a file in the folder, or the state dict of a module."
 )
+_FACTORS = "peft_scaling"
+_PEFT_PREFIX = "base_model.model."
 _DEEPEST = 4  # levels of configurations within others, such as that of the text model
 _COMPARED = re.compile(
     r"""(num|n)_.*heads? | n_head | (encoder|decoder)_attention_heads
@@ -46,8 +48,36 @@ _MAY_BE_NONE = re.compile("sliding_window|.*softcapping")  # for none; of all ot
 _KINDS = {"swish": "silu", "su": "longrope"}  # older names of functions and of rotations
 
 
-def config_of(module: nn.Module) -> dict[str, Any]:
-    """Return the settings of the transformers model that a module is, or holds; empty if there is none, or several."""
+def config_of(module: nn.Module, *, scaled: bool = True) -> dict[str, Any]:
+    """Return the settings of the transformers model that a module is, or holds, none if it holds several; and the
+    factors of PEFT's adapters, unless calls choose those (`scaled` is False)."""
+    factors = _factors(module) if scaled else {}
+    return _config_of(module) | ({_FACTORS: factors} if factors else {})
+
+
+def _factors(module: nn.Module) -> dict[str, list[float]]:
+    """Return the factors of the adapters that PEFT's layers add, by the layer's name in the base model.
+
+    They follow from `lora_alpha` and the rank, and are numbers of a graph, as no tensor of a checkpoint has them.
+    """
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return {}
+    layers = ((name, each) for name, each in module.named_modules() if isinstance(each, tuners.BaseTunerLayer))
+    return {name.removeprefix(_PEFT_PREFIX): found for name, layer in layers if (found := _factors_of(layer))}
+
+
+def _factors_of(layer: Any) -> list[float]:
+    scaling = getattr(layer, "scaling", None)
+    if not isinstance(scaling, dict) or layer.merged or layer.disable_adapters:
+        return []
+    try:
+        return [float(scaling[name]) for name in layer.active_adapters if name in scaling]
+    except (RuntimeError, TypeError, ValueError):  # tensors without values, or of several numbers
+        return []
+
+
+def _config_of(module: nn.Module) -> dict[str, Any]:
     models = sys.modules.get("transformers.modeling_utils")
     if models is None:
         return {}

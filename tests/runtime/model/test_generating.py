@@ -504,6 +504,29 @@ def test_an_artifact_whose_methods_cannot_generate_is_not_opened(
         decode_manifest(json.dumps(document).encode(), "manifest.json")
 
 
+_HYBRID = {**_SIZES, "num_key_value_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 8}
+# what each model keeps beside the keys and values of its layers, or instead of them
+OTHER_MEMORIES: dict[str, dict[str, Any]] = {
+    "MambaForCausalLM": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2},
+    "Mamba2ForCausalLM": {"vocab_size": VOCABULARY, "hidden_size": 32, "head_dim": 8, "num_heads": 8},
+    "RwkvForCausalLM": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2},
+    "OpenAIGPTLMHeadModel": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4},  # nothing at all
+    "BambaForCausalLM": {**_HYBRID, "attn_layer_indices": [1]},
+    "FalconH1ForCausalLM": {**_SIZES, "mamba_n_heads": 8, "mamba_d_head": 4, "mamba_d_ssm": 32},  # both in one layer
+    "Lfm2ForCausalLM": {**_SIZES, "layer_types": ["conv", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MEMORIES)
+def test_models_that_keep_something_else_than_keys_and_values_are_refused(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    owner = getattr(transformers, name)
+    model = owner(owner.config_class(**OTHER_MEMORIES[name])).eval()
+    with pytest.raises(Unsupported, match=f"{name}: keeps something other than the keys and values of its layers"):
+        export_decoder(model, out=tmp_path / "a", length=8)
+
+
 def test_models_that_do_not_generate(tmp_path: Path) -> None:
     import transformers
 
