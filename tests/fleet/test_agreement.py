@@ -164,6 +164,17 @@ def test_a_rollback_of_all(fleet: Fleet) -> None:
         fleet.rollback(hold=True)
 
 
+def test_a_rollback_that_was_made_already_still_holds(fleet: Fleet) -> None:
+    fleet.swap(1)
+    fleet.swap(2)
+    fleet.before("renew", lambda: fleet.desired_store.rollback(revision=3, hold=False), node="n0")
+    receipt = fleet.rollback(hold=True)
+    state = fleet.desired_store.read()
+    assert (receipt.revision, receipt.late, state.revision) == (5, {}, 5)
+    assert state.hold is not None
+    assert fleet.all_serve(1)
+
+
 def test_a_rollback_of_all_needs_no_file_where_all_have_the_weights_in_memory(fleet: Fleet) -> None:
     """A node that joins later needs it; until then it serves nothing, and names the missing file."""
     fleet.swap(1)

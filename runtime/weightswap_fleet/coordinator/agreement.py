@@ -119,9 +119,16 @@ class Agreement:
         weights = replace(find_good(state, to, self._desired_store.where), by=by, why=why)
 
         def decide(revision: int, resident: bool) -> DesiredState:
-            return self._desired_store.rollback(
-                revision=revision, to=weights.weights_id, by=by, why=why, hold=hold, known_there=resident
-            )
+            try:
+                return self._desired_store.rollback(
+                    revision=revision, to=weights.weights_id, by=by, why=why, hold=hold, known_there=resident
+                )
+            except RevisionConflict:
+                after = self._desired_store.read()
+                if not hold or after.hold is not None or after.weights_id != weights.weights_id:
+                    raise
+                # another rollback was faster, and held nothing
+                return self._desired_store.hold(revision=after.revision, by=by, why=why)
 
         source = str(self._desired_store.locate(weights))
         return self._change("rollback", state, weights, source, decide, deadlines)
