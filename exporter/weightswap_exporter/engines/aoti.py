@@ -31,6 +31,7 @@ from torch._guards import detect_fake_mode
 from torch._inductor import config, cpu_vec_isa, lowering
 from torch._inductor.codecache import AotCodeCompiler
 from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
+from torch._inductor.pattern_matcher import FailedMatch, _TargetArgsExpr
 from torch._inductor.utils import fresh_inductor_cache
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensor
@@ -101,6 +102,7 @@ _EXTREMES = (
     *(_aten.amax.default, _aten.amin.default, _aten.argmax.default, _aten.argmin.default),
     *(_aten.max.default, _aten.max.dim, _aten.min.default, _aten.min.dim),
 )
+_OF_MEMORY = frozenset({"layout", "device", "pin_memory", "memory_format", "requires_grad", "non_blocking"})
 _MOST_INLINE = 2**17  # elements of a matrix; for a larger one the library's threads pay off
 _Lowering = Callable[..., Any]
 _FOLDER = "data/aotinductor/model"
@@ -436,8 +438,9 @@ def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iter
         lowerings = nullcontext() if on_gpu else mock.patch.dict(lowering.lowerings, _cpu_lowerings())
         casts = mock.patch.multiple(CppOverrides, **{name: _wrapping(name) for name in ("abs", "truncdiv")})
         exact = mock.patch.multiple(CppVecOverrides, **{name: _vectorised(name) for name in ("expm1", "atanh")})
+        patterns = mock.patch.object(_TargetArgsExpr, "_match", _matching_whole(_TargetArgsExpr._match))
         cache = fresh_inductor_cache(dir=folder)
-        with warnings.catch_warnings(action="ignore"), cache, vectors, sources, lowerings, casts, exact:
+        with warnings.catch_warnings(action="ignore"), cache, vectors, sources, lowerings, casts, exact, patterns:
             yield
     except Exception as error:
         if ours := next((cause for cause in _chain(error) if isinstance(cause, CaptureError)), None):
@@ -491,6 +494,20 @@ def _vectorised(name: str) -> Any:
 
     written.__name__ = name  # by which AOTInductor finds the same function of one number
     return staticmethod(written)
+
+
+def _matching_whole(match: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a match of a pattern with calls of operators, without those that have an argument which it does not name.
+
+    AOTInductor replaces such calls, too, and drops the argument: alpha of `torch.add(x @ w, y, alpha=2)`.
+    """
+
+    def matched(pattern: Any, node: Any, context: Any) -> Any:
+        if isinstance(node, Node) and (dropped := node.kwargs.keys() - pattern.kwargs.keys() - _OF_MEMORY):
+            return FailedMatch("arguments that the pattern does not name: {}", sorted(dropped))
+        return match(pattern, node, context)
+
+    return matched
 
 
 def _explained(where: str, error: Exception) -> Exception:

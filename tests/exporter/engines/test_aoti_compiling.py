@@ -195,6 +195,27 @@ def test_small_numbers_keep_their_digits(tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+def test_arguments_of_operators_that_the_compiler_replaces_are_kept(tmp_path: Path) -> None:
+    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        product = [x @ each for each in (m.first, m.second, m.third)]
+        sums = [torch.add(product[0], m.bias, alpha=2), torch.add(m.bias, product[1], alpha=3), product[2] + m.bias]
+        ones = torch.ones(3, 5, dtype=torch.int64)
+        return [
+            *sums,
+            ones.cumsum(1),
+            ones.cumsum(0, dtype=torch.float32),
+            torch.ones(7).cumsum(0, dtype=torch.float64),
+        ]
+
+    weights = {name: nn.Parameter(torch.rand(5, 6)) for name in ("first", "second", "third")}
+    eager = Does(act, bias=nn.Parameter(torch.rand(6)), **weights)
+    x = torch.rand(4, 5)
+    artifact = compile_engines(export(eager, (x,), out=tmp_path / "a"), ["aoti"], trial=False)
+    model = loaded(artifact, tmp_path, eager, engine="aoti")
+    for found, expected in zip(model(x), eager(x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_fused_code_rounds_to_16_bits_where_eager_does(tmp_path: Path) -> None:
     def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
         found = []
