@@ -85,6 +85,8 @@ _SETTINGS: Mapping[str, Any] = {
     "max_autotune_gemm": False,
     # else fused code computes in float32 without the casts to 16 bits between: x - x.half().float() would be 0
     "emulate_precision_casts": True,
+    # else a number that is written into a constant of float64 is rounded to float32
+    "optimize_scatter_upon_const_tensor": False,
     # precompiled headers would go into the user's cache
     "aot_inductor.precompile_headers": False,
     "cpp_cache_precompile_headers": False,

@@ -216,6 +216,20 @@ def test_arguments_of_operators_that_the_compiler_replaces_are_kept(tmp_path: Pa
         torch.testing.assert_close(found, expected)
 
 
+def test_numbers_written_into_a_constant_keep_the_digits_of_float64(tmp_path: Path) -> None:
+    def act(m: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+        empty = torch.zeros(4, 6, dtype=torch.float64)
+        written = [empty.scatter(1, ids[:, None], value) for value in (0.1, 1e300, 1e-50)]
+        return [each * m.scale for each in (*written, torch.full_like(empty, 0.1).scatter_(1, ids[:, None], 0.9))]
+
+    eager = Does(act, scale=nn.Parameter(torch.rand(6, dtype=torch.float64)))
+    ids = torch.tensor([5, 0, 3, 2])
+    artifact = compile_engines(export(eager, (ids,), out=tmp_path / "a"), ["aoti"], trial=False)
+    model = loaded(artifact, tmp_path, eager, engine="aoti")
+    for found, expected in zip(model(ids), eager(ids), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_fused_code_rounds_to_16_bits_where_eager_does(tmp_path: Path) -> None:
     def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
         found = []
