@@ -19,7 +19,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -31,6 +31,7 @@ from torch._guards import detect_fake_mode
 from torch._inductor import config, cpu_vec_isa, lowering
 from torch._inductor.codecache import AotCodeCompiler
 from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
+from torch._inductor.fx_passes import fuse_attention
 from torch._inductor.pattern_matcher import FailedMatch, _TargetArgsExpr
 from torch._inductor.utils import fresh_inductor_cache
 from torch._inductor.virtualized import V
@@ -441,8 +442,12 @@ def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iter
         casts = mock.patch.multiple(CppOverrides, **{name: _wrapping(name) for name in ("abs", "truncdiv")})
         exact = mock.patch.multiple(CppVecOverrides, **{name: _vectorised(name) for name in ("expm1", "atanh")})
         patterns = mock.patch.object(_TargetArgsExpr, "_match", _matching_whole(_TargetArgsExpr._match))
+        attention = mock.patch.object(fuse_attention, "_scaled_dot_product_attention", _attention)
         cache = fresh_inductor_cache(dir=folder)
-        with warnings.catch_warnings(action="ignore"), cache, vectors, sources, lowerings, casts, exact, patterns:
+        replaced = (vectors, sources, lowerings, casts, exact, patterns, attention)
+        with warnings.catch_warnings(action="ignore"), cache, ExitStack() as stack:
+            for each in replaced:
+                stack.enter_context(each)
             yield
     except Exception as error:
         if ours := next((cause for cause in _chain(error) if isinstance(cause, CaptureError)), None):
@@ -510,6 +515,13 @@ def _matching_whole(match: Callable[..., Any]) -> Callable[..., Any]:
         return match(pattern, node, context)
 
     return matched
+
+
+def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
+    """Compute what AOTInductor puts for attention that is written out, also with a mask of one dimension."""
+    if attn_mask is not None and attn_mask.dim() == 1:  # which a sum broadcasts, and the operator refuses
+        attn_mask = attn_mask.unsqueeze(0)
+    return _aten.scaled_dot_product_attention(query, key, value, attn_mask, **options)
 
 
 def _explained(where: str, error: Exception) -> Exception:

@@ -230,6 +230,17 @@ def test_numbers_written_into_a_constant_keep_the_digits_of_float64(tmp_path: Pa
         assert torch.equal(found, expected)
 
 
+def test_attention_with_a_mask_of_one_dimension_is_compiled(tmp_path: Path) -> None:
+    def act(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.transpose(-2, -1) / 2.0 + m.mask, -1) @ x
+
+    eager = Does(act, mask=nn.Parameter(torch.randn(5)))
+    x = torch.rand(2, 3, 5, 4)
+    artifact = compile_engines(export(eager, (x,), out=tmp_path / "a"), ["aoti"], trial=False)
+    model = loaded(artifact, tmp_path, eager, engine="aoti")
+    torch.testing.assert_close(model(x), eager(x))
+
+
 def test_fused_code_rounds_to_16_bits_where_eager_does(tmp_path: Path) -> None:
     def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
         found = []
