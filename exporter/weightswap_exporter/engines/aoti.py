@@ -32,7 +32,7 @@ from torch._inductor import config, cpu_vec_isa, lowering
 from torch._inductor.codecache import AotCodeCompiler
 from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
 from torch._inductor.fx_passes import fuse_attention
-from torch._inductor.pattern_matcher import FailedMatch, _TargetArgsExpr
+from torch._inductor.pattern_matcher import FailedMatch, Ignored, _TargetArgsExpr
 from torch._inductor.utils import fresh_inductor_cache
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensor
@@ -506,15 +506,28 @@ def _vectorised(name: str) -> Any:
 def _matching_whole(match: Callable[..., Any]) -> Callable[..., Any]:
     """Return a match of a pattern with calls of operators, without those that have an argument which it does not name.
 
-    AOTInductor replaces such calls, too, and drops the argument: alpha of `torch.add(x @ w, y, alpha=2)`.
+    AOTInductor replaces such calls, too, and drops the argument: alpha of `torch.add(x @ w, y, alpha=2)`. Its patterns
+    of attention do not name the dimension of the softmax either, and put one over the last dimension for all.
     """
 
     def matched(pattern: Any, node: Any, context: Any) -> Any:
         if isinstance(node, Node) and (dropped := node.kwargs.keys() - pattern.kwargs.keys() - _OF_MEMORY):
             return FailedMatch("arguments that the pattern does not name: {}", sorted(dropped))
+        if isinstance(node, Node) and _reduces_elsewhere(pattern, node):
+            return FailedMatch("reduces another dimension than the last one")
         return match(pattern, node, context)
 
     return matched
+
+
+def _reduces_elsewhere(pattern: Any, node: Node) -> bool:
+    """Return whether the node reduces other dimensions than the last one, and the pattern ignores which."""
+    if node.target not in (_aten.amax.default, _aten.sum.dim_IntList) or min(len(node.args), len(pattern.args)) < 2:
+        return False
+    values: Any = node.args[0]
+    dimensions: Any = node.args[1]
+    is_last = dimensions in ([-1], [values.meta["val"].ndim - 1])
+    return isinstance(pattern.args[1], Ignored) and not is_last
 
 
 def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:

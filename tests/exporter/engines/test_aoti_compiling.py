@@ -241,6 +241,24 @@ def test_attention_with_a_mask_of_one_dimension_is_compiled(tmp_path: Path) -> N
     torch.testing.assert_close(model(x), eager(x))
 
 
+def test_attention_may_be_normalised_over_queries(tmp_path: Path) -> None:
+    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        query, scores = x @ m.w, x @ x.transpose(-2, -1)
+        found = [(scores * 0.5).softmax(-2) @ x, (query @ x.transpose(-2, -1) / 2).softmax(1) @ x]
+        return [
+            *found,
+            torch.bmm(torch.bmm(query[0], x[0].transpose(1, 2)).softmax(1), x[0]),
+            scores.softmax(3) @ query,
+        ]
+
+    eager = Does(act, w=nn.Parameter(torch.randn(4, 4)))
+    x = torch.rand(2, 3, 5, 4)
+    artifact = compile_engines(export(eager, (x,), out=tmp_path / "a"), ["aoti"], trial=False)
+    model = loaded(artifact, tmp_path, eager, engine="aoti")
+    for found, expected in zip(model(x), eager(x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_fused_code_rounds_to_16_bits_where_eager_does(tmp_path: Path) -> None:
     def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
         found = []
