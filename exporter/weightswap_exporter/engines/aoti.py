@@ -19,7 +19,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -31,6 +31,8 @@ from torch._guards import detect_fake_mode
 from torch._inductor import config, cpu_vec_isa, lowering
 from torch._inductor.codecache import AotCodeCompiler
 from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
+from torch._inductor.fx_passes import fuse_attention
+from torch._inductor.pattern_matcher import FailedMatch, Ignored, _TargetArgsExpr
 from torch._inductor.utils import fresh_inductor_cache
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensor
@@ -84,6 +86,8 @@ _SETTINGS: Mapping[str, Any] = {
     "max_autotune_gemm": False,
     # else fused code computes in float32 without the casts to 16 bits between: x - x.half().float() would be 0
     "emulate_precision_casts": True,
+    # else a number that is written into a constant of float64 is rounded to float32
+    "optimize_scatter_upon_const_tensor": False,
     # precompiled headers would go into the user's cache
     "aot_inductor.precompile_headers": False,
     "cpp_cache_precompile_headers": False,
@@ -101,6 +105,7 @@ _EXTREMES = (
     *(_aten.amax.default, _aten.amin.default, _aten.argmax.default, _aten.argmin.default),
     *(_aten.max.default, _aten.max.dim, _aten.min.default, _aten.min.dim),
 )
+_OF_MEMORY = frozenset({"layout", "device", "pin_memory", "memory_format", "requires_grad", "non_blocking"})
 _MOST_INLINE = 2**17  # elements of a matrix; for a larger one the library's threads pay off
 _Lowering = Callable[..., Any]
 _FOLDER = "data/aotinductor/model"
@@ -436,8 +441,13 @@ def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iter
         lowerings = nullcontext() if on_gpu else mock.patch.dict(lowering.lowerings, _cpu_lowerings())
         casts = mock.patch.multiple(CppOverrides, **{name: _wrapping(name) for name in ("abs", "truncdiv")})
         exact = mock.patch.multiple(CppVecOverrides, **{name: _vectorised(name) for name in ("expm1", "atanh")})
+        patterns = mock.patch.object(_TargetArgsExpr, "_match", _matching_whole(_TargetArgsExpr._match))
+        attention = mock.patch.object(fuse_attention, "_scaled_dot_product_attention", _attention)
         cache = fresh_inductor_cache(dir=folder)
-        with warnings.catch_warnings(action="ignore"), cache, vectors, sources, lowerings, casts, exact:
+        replaced = (vectors, sources, lowerings, casts, exact, patterns, attention)
+        with warnings.catch_warnings(action="ignore"), cache, ExitStack() as stack:
+            for each in replaced:
+                stack.enter_context(each)
             yield
     except Exception as error:
         if ours := next((cause for cause in _chain(error) if isinstance(cause, CaptureError)), None):
@@ -491,6 +501,40 @@ def _vectorised(name: str) -> Any:
 
     written.__name__ = name  # by which AOTInductor finds the same function of one number
     return staticmethod(written)
+
+
+def _matching_whole(match: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a match of a pattern with calls of operators, without those that have an argument which it does not name.
+
+    AOTInductor replaces such calls, too, and drops the argument: alpha of `torch.add(x @ w, y, alpha=2)`. Its patterns
+    of attention do not name the dimension of the softmax either, and put one over the last dimension for all.
+    """
+
+    def matched(pattern: Any, node: Any, context: Any) -> Any:
+        if isinstance(node, Node) and (dropped := node.kwargs.keys() - pattern.kwargs.keys() - _OF_MEMORY):
+            return FailedMatch("arguments that the pattern does not name: {}", sorted(dropped))
+        if isinstance(node, Node) and _reduces_elsewhere(pattern, node):
+            return FailedMatch("reduces another dimension than the last one")
+        return match(pattern, node, context)
+
+    return matched
+
+
+def _reduces_elsewhere(pattern: Any, node: Node) -> bool:
+    """Return whether the node reduces other dimensions than the last one, and the pattern ignores which."""
+    if node.target not in (_aten.amax.default, _aten.sum.dim_IntList) or min(len(node.args), len(pattern.args)) < 2:
+        return False
+    values: Any = node.args[0]
+    dimensions: Any = node.args[1]
+    is_last = dimensions in ([-1], [values.meta["val"].ndim - 1])
+    return isinstance(pattern.args[1], Ignored) and not is_last
+
+
+def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
+    """Compute what AOTInductor puts for attention that is written out, also with a mask of one dimension."""
+    if attn_mask is not None and attn_mask.dim() == 1:  # which a sum broadcasts, and the operator refuses
+        attn_mask = attn_mask.unsqueeze(0)
+    return _aten.scaled_dot_product_attention(query, key, value, attn_mask, **options)
 
 
 def _explained(where: str, error: Exception) -> Exception:

@@ -195,6 +195,70 @@ def test_small_numbers_keep_their_digits(tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+def test_arguments_of_operators_that_the_compiler_replaces_are_kept(tmp_path: Path) -> None:
+    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        product = [x @ each for each in (m.first, m.second, m.third)]
+        sums = [torch.add(product[0], m.bias, alpha=2), torch.add(m.bias, product[1], alpha=3), product[2] + m.bias]
+        ones = torch.ones(3, 5, dtype=torch.int64)
+        return [
+            *sums,
+            ones.cumsum(1),
+            ones.cumsum(0, dtype=torch.float32),
+            torch.ones(7).cumsum(0, dtype=torch.float64),
+        ]
+
+    weights = {name: nn.Parameter(torch.rand(5, 6)) for name in ("first", "second", "third")}
+    eager = Does(act, bias=nn.Parameter(torch.rand(6)), **weights)
+    x = torch.rand(4, 5)
+    artifact = compile_engines(export(eager, (x,), out=tmp_path / "a"), ["aoti"], trial=False)
+    model = loaded(artifact, tmp_path, eager, engine="aoti")
+    for found, expected in zip(model(x), eager(x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_numbers_written_into_a_constant_keep_the_digits_of_float64(tmp_path: Path) -> None:
+    def act(m: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+        empty = torch.zeros(4, 6, dtype=torch.float64)
+        written = [empty.scatter(1, ids[:, None], value) for value in (0.1, 1e300, 1e-50)]
+        return [each * m.scale for each in (*written, torch.full_like(empty, 0.1).scatter_(1, ids[:, None], 0.9))]
+
+    eager = Does(act, scale=nn.Parameter(torch.rand(6, dtype=torch.float64)))
+    ids = torch.tensor([5, 0, 3, 2])
+    artifact = compile_engines(export(eager, (ids,), out=tmp_path / "a"), ["aoti"], trial=False)
+    model = loaded(artifact, tmp_path, eager, engine="aoti")
+    for found, expected in zip(model(ids), eager(ids), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_attention_with_a_mask_of_one_dimension_is_compiled(tmp_path: Path) -> None:
+    def act(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.transpose(-2, -1) / 2.0 + m.mask, -1) @ x
+
+    eager = Does(act, mask=nn.Parameter(torch.randn(5)))
+    x = torch.rand(2, 3, 5, 4)
+    artifact = compile_engines(export(eager, (x,), out=tmp_path / "a"), ["aoti"], trial=False)
+    model = loaded(artifact, tmp_path, eager, engine="aoti")
+    torch.testing.assert_close(model(x), eager(x))
+
+
+def test_attention_may_be_normalised_over_queries(tmp_path: Path) -> None:
+    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        query, scores = x @ m.w, x @ x.transpose(-2, -1)
+        found = [(scores * 0.5).softmax(-2) @ x, (query @ x.transpose(-2, -1) / 2).softmax(1) @ x]
+        return [
+            *found,
+            torch.bmm(torch.bmm(query[0], x[0].transpose(1, 2)).softmax(1), x[0]),
+            scores.softmax(3) @ query,
+        ]
+
+    eager = Does(act, w=nn.Parameter(torch.randn(4, 4)))
+    x = torch.rand(2, 3, 5, 4)
+    artifact = compile_engines(export(eager, (x,), out=tmp_path / "a"), ["aoti"], trial=False)
+    model = loaded(artifact, tmp_path, eager, engine="aoti")
+    for found, expected in zip(model(x), eager(x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_fused_code_rounds_to_16_bits_where_eager_does(tmp_path: Path) -> None:
     def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
         found = []
