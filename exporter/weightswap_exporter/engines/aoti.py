@@ -18,23 +18,20 @@ import sysconfig
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
+import sympy
 import torch
 import torch._inductor
 from torch._guards import detect_fake_mode
-from torch._inductor import config, cpu_vec_isa, lowering
+from torch._inductor import config, cpu_vec_isa
 from torch._inductor.codecache import AotCodeCompiler
-from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
-from torch._inductor.fx_passes import fuse_attention
-from torch._inductor.pattern_matcher import FailedMatch, Ignored, _TargetArgsExpr
 from torch._inductor.utils import fresh_inductor_cache
-from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
@@ -67,12 +64,16 @@ from weightswap_runtime.engines.aoti_package import (
 )
 from weightswap_runtime.errors import CaptureError, ExportError, Unsupported
 from weightswap_runtime.format.manifest import GraphInput, Method
-from weightswap_runtime.format.signature import Integer, Leaf, Tensor, input_leaves, leaves
+from weightswap_runtime.format.signature import Integer, Leaf, Signature, Tensor, input_leaves, leaves
 from weightswap_runtime.torch_tensors import DTYPE_NAMES
+from weightswap_tools.inputs import common_sizes, edge_sizes
+
+from .aoti_rewrites import rewritten
 
 _MISSING_COMPILER = "InvalidCxxCompiler"
 _ERROR_LINE = re.compile(r"^.*\berror: (.*)$", re.MULTILINE)
 _CUDA_HEADER = re.compile(r"((?:cuda|crt/|nv/)[^:]*): No such file")
+_Values = Mapping[sympy.Symbol, sympy.Integer]
 _CHECK, _PARALLEL = "AOTI_TORCH_CHECK(", "#pragma omp parallel"
 # Weights of every size stay out: by default, weights with one element and vectors of up to eight are compiled in.
 _SETTINGS: Mapping[str, Any] = {
@@ -101,13 +102,6 @@ _aten = torch.ops.aten
 _BYTES = frozenset({torch.int8, torch.uint8})
 _INTEGERS = frozenset({*_BYTES, torch.int16, torch.int32, torch.int64})
 _DIVISIONS = frozenset({"div", "divide", "floor_divide", "remainder", "fmod"})
-_EXTREMES = (
-    *(_aten.amax.default, _aten.amin.default, _aten.argmax.default, _aten.argmin.default),
-    *(_aten.max.default, _aten.max.dim, _aten.min.default, _aten.min.dim),
-)
-_OF_MEMORY = frozenset({"layout", "device", "pin_memory", "memory_format", "requires_grad", "non_blocking"})
-_MOST_INLINE = 2**17  # elements of a matrix; for a larger one the library's threads pay off
-_Lowering = Callable[..., Any]
 _FOLDER = "data/aotinductor/model"
 _FORMAT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3\n"}
 
@@ -133,7 +127,7 @@ def package(artifact: Artifact, name: str, target: str, device: torch.device) ->
     program = method_program(artifact, name, device)
     rows = _rows(program, method.inputs)
     graph = _flat_graph(where, program, method, device)
-    raw = _compile_library(where, graph.module, graph.samples, target)
+    raw = _compile_library(where, graph, target)
     bound = [constant.fqn for constant in Library(raw, where, device).constants]
     if unknown := sorted(set(bound) - rows.keys()):
         raise CaptureError(f"{where}: AOTInductor made a constant of its own, {unknown[0]!r}")
@@ -194,6 +188,7 @@ class _FlatGraph(NamedTuple):
 
     module: GraphModule
     samples: tuple[torch.Tensor, ...]  # of its inputs
+    sizes: tuple[_Values, ...]  # of its symbols, some that calls may have
     read: frozenset[str]  # FQNs of the tensors that the graph depends on
     written: tuple[int, ...]  # indices, among the method's flat inputs, of those that a call changes
 
@@ -207,6 +202,7 @@ def _flat_graph(where: str, program: ExportedProgram, method: Method, device: to
     _adapt(module, on_cpu=device.type == "cpu")
     outputs = _flatten_outputs(module, leaves(method.signature.output))
     placeholders = list(module.graph.find_nodes(op="placeholder"))
+    sizes = tuple(_sizes(placeholders, method.signature))
     samples = []
     for placeholder, leaf in zip(placeholders, input_leaves(method.signature), strict=True):
         if isinstance(leaf, Tensor):
@@ -221,7 +217,21 @@ def _flat_graph(where: str, program: ExportedProgram, method: Method, device: to
     module.graph.eliminate_dead_code()
     module.recompile()
     read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.users}
-    return _FlatGraph(module, tuple(samples), frozenset(read), written)
+    return _FlatGraph(module, tuple(samples), sizes, frozenset(read), written)
+
+
+def _sizes(placeholders: Iterable[Node], signature: Signature) -> Iterator[_Values]:
+    """Yield values of the symbols in the shapes of inputs. None is 0 or 1, which torch never tells from others."""
+    names: dict[sympy.Symbol, str] = {}
+    for placeholder, leaf in zip(placeholders, input_leaves(signature), strict=True):
+        value = placeholder.meta["val"]
+        shapes = (value.shape, leaf.shape) if isinstance(leaf, Tensor) else ((value,), (getattr(leaf, "value", None),))
+        for size, text in zip(*shapes, strict=True):
+            if isinstance(size, torch.SymInt) and isinstance(text, str):  # such as 2*rows+1
+                names |= dict.fromkeys(size.node.expr.free_symbols, re.findall(r"[^\W\d]\w*", text)[0])
+    for sizes in (*common_sizes(signature), *edge_sizes(signature)):
+        if min(sizes.values(), default=2) > 1:
+            yield {symbol: sympy.Integer(sizes[name]) for symbol, name in names.items()}
 
 
 def _written_inputs(program: ExportedProgram) -> tuple[int, ...]:
@@ -364,7 +374,7 @@ def _as_size(where: str, module: GraphModule, placeholder: Node, leaf: Integer) 
 # Compilation.
 
 
-def _compile_library(where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], target: str) -> bytes:
+def _compile_library(where: str, graph: _FlatGraph, target: str) -> bytes:
     """Compile a graph with flat inputs and outputs. Returns the bytes of the shared library.
 
     Raises CaptureError for a graph that AOTInductor cannot express, ExportError without a C++ compiler, and Unsupported
@@ -372,9 +382,9 @@ def _compile_library(where: str, module: GraphModule, samples: tuple[torch.Tenso
     """
     _check_tools()
     try:
-        return _compile(where, module, samples, target, _THREADED)
+        return _compile(where, graph, target, _THREADED)
     except _ParallelChecks:
-        return _compile(where, module, samples, target, _SERIAL)
+        return _compile(where, graph, target, _SERIAL)
 
 
 class _ParallelChecks(CaptureError):
@@ -400,19 +410,22 @@ def _check_tools() -> None:
         )
 
 
-def _compile(
-    where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], target: str, threads: Mapping[str, Any]
-) -> bytes:
+def _compile(where: str, graph: _FlatGraph, target: str, threads: Mapping[str, Any]) -> bytes:
     on_gpu = is_gpu_target(target)
     processor = TARGETS[BESIDE_GPUS if on_gpu else target]
     # each compilation has a folder of its own: the cache would take files of the same names for the same files
-    with tempfile.TemporaryDirectory(prefix="weightswap-") as folder, _compiling(where, processor, on_gpu, folder):
+    sources = mock.patch.object(AotCodeCompiler, "compile", _compile_checked(where, graph.sizes))
+    with (
+        tempfile.TemporaryDirectory(prefix="weightswap-") as folder,
+        _compiling(where, processor, on_gpu, folder),
+        sources,
+    ):
         cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
         hidden = {cache: ".", str(Path(torch.__file__).parent): "torch", sysconfig.get_paths()["include"]: "python"}
         maps = [shlex.quote(f"-ffile-prefix-map={path}={name}") for path, name in hidden.items()]
         settings = {**_SETTINGS, **threads, "cpp.march": " ".join([processor.march, *maps])}
         settings |= _ON_GPU if on_gpu else {}
-        files = torch._inductor.aot_compile(module, samples, options=settings)
+        files = torch._inductor.aot_compile(graph.module, graph.samples, options=settings)
         assert isinstance(files, list)
         return _library(where, [Path(file) for file in files if isinstance(file, str)])
 
@@ -437,17 +450,8 @@ def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iter
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
         vectors = mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(processor)])
-        sources = mock.patch.object(AotCodeCompiler, "compile", _compile_checked(where))
-        lowerings = nullcontext() if on_gpu else mock.patch.dict(lowering.lowerings, _cpu_lowerings())
-        casts = mock.patch.multiple(CppOverrides, **{name: _wrapping(name) for name in ("abs", "truncdiv")})
-        exact = mock.patch.multiple(CppVecOverrides, **{name: _vectorised(name) for name in ("expm1", "atanh")})
-        patterns = mock.patch.object(_TargetArgsExpr, "_match", _matching_whole(_TargetArgsExpr._match))
-        attention = mock.patch.object(fuse_attention, "_scaled_dot_product_attention", _attention)
         cache = fresh_inductor_cache(dir=folder)
-        replaced = (vectors, sources, lowerings, casts, exact, patterns, attention)
-        with warnings.catch_warnings(action="ignore"), cache, ExitStack() as stack:
-            for each in replaced:
-                stack.enter_context(each)
+        with warnings.catch_warnings(action="ignore"), cache, vectors, rewritten(on_gpu):
             yield
     except Exception as error:
         if ours := next((cause for cause in _chain(error) if isinstance(cause, CaptureError)), None):
@@ -458,11 +462,15 @@ def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iter
             logger.setLevel(level)
 
 
-def _compile_checked(where: str) -> Callable[..., Any]:
+def _compile_checked(where: str, sizes: Iterable[_Values]) -> Callable[..., Any]:
     """Return a replacement of `AotCodeCompiler.compile` that checks sources before the slow C++ compiler runs."""
     original: Callable[..., Any] = AotCodeCompiler.compile
 
     def checked(graph: Any, *sources: Any, **options: Any) -> Any:
+        # what AOTInductor has found equal for the sample and taken for granted; nobody checks it in calls
+        for equal in (guard.expr for guard in graph.sizevars.shape_env.guards if isinstance(guard.expr, sympy.Eq)):
+            if any(equal.xreplace(values) is sympy.false for values in sizes):
+                raise CaptureError(_unfit(where, f"its code is for the sizes of the sample alone, with {equal}"))
         if any(_CHECK in source and _PARALLEL in source for source in sources if isinstance(source, str)):
             raise _ParallelChecks(_unfit(where, "its checks would crash the process"))
         return original(graph, *sources, **options)
@@ -482,59 +490,6 @@ def _vectors(target: Target) -> cpu_vec_isa.VecISA:
 
     vectors: cpu_vec_isa.VecISA = Vectors()
     return vectors
-
-
-def _wrapping(name: str) -> Any:
-    """Return AOTInductor's operator of C++, with a cast: C++ computes small integers as int, where none wraps around.
-
-    AOTInductor casts most results back by itself.
-    """
-    written = getattr(CppOverrides, name)
-    return staticmethod(lambda first, *others: f"decltype({first})({written(first, *others)})")
-
-
-def _vectorised(name: str) -> Any:
-    """Return ATen's function of vectors, which eager calls: AOTInductor's own loses the digits of small numbers."""
-
-    def written(x: Any) -> str:
-        return f"{x}.{name}()"
-
-    written.__name__ = name  # by which AOTInductor finds the same function of one number
-    return staticmethod(written)
-
-
-def _matching_whole(match: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a match of a pattern with calls of operators, without those that have an argument which it does not name.
-
-    AOTInductor replaces such calls, too, and drops the argument: alpha of `torch.add(x @ w, y, alpha=2)`. Its patterns
-    of attention do not name the dimension of the softmax either, and put one over the last dimension for all.
-    """
-
-    def matched(pattern: Any, node: Any, context: Any) -> Any:
-        if isinstance(node, Node) and (dropped := node.kwargs.keys() - pattern.kwargs.keys() - _OF_MEMORY):
-            return FailedMatch("arguments that the pattern does not name: {}", sorted(dropped))
-        if isinstance(node, Node) and _reduces_elsewhere(pattern, node):
-            return FailedMatch("reduces another dimension than the last one")
-        return match(pattern, node, context)
-
-    return matched
-
-
-def _reduces_elsewhere(pattern: Any, node: Node) -> bool:
-    """Return whether the node reduces other dimensions than the last one, and the pattern ignores which."""
-    if node.target not in (_aten.amax.default, _aten.sum.dim_IntList) or min(len(node.args), len(pattern.args)) < 2:
-        return False
-    values: Any = node.args[0]
-    dimensions: Any = node.args[1]
-    is_last = dimensions in ([-1], [values.meta["val"].ndim - 1])
-    return isinstance(pattern.args[1], Ignored) and not is_last
-
-
-def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
-    """Compute what AOTInductor puts for attention that is written out, also with a mask of one dimension."""
-    if attn_mask is not None and attn_mask.dim() == 1:  # which a sum broadcasts, and the operator refuses
-        attn_mask = attn_mask.unsqueeze(0)
-    return _aten.scaled_dot_product_attention(query, key, value, attn_mask, **options)
 
 
 def _explained(where: str, error: Exception) -> Exception:
@@ -558,74 +513,3 @@ def _chain(error: BaseException) -> list[BaseException]:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     return chain
-
-
-# Lowerings on the CPU: extremes of bytes, and products of one row, as in the decoding of tokens, without a library.
-
-
-def _cpu_lowerings() -> Mapping[Any, _Lowering]:
-    """Return the lowerings that replace AOTInductor's, by operator."""
-    fallback: Any = lowering.fallback_handler
-    return {
-        # torch's kernel raises for a bad index; generated code would end the process
-        _aten.index.Tensor: fallback(_aten.index.Tensor, add_to_fallback_set=False),
-        _aten.mm.default: _row_inline(lowering.lowerings[_aten.mm.default], _product),
-        _aten.addmm.default: _row_inline(
-            lowering.lowerings[_aten.addmm.default],
-            lambda bias, row, matrix: _lowered(_aten.add.Tensor, bias, _product(row, matrix)),
-        ),
-        **{operator: _widened(lowering.lowerings[operator]) for operator in _EXTREMES},
-    }
-
-
-def _widened(extreme: _Lowering) -> _Lowering:
-    """Return a lowering that finds the extremes of bytes among 16-bit integers.
-
-    In generated code, the lanes of a vector of bytes that have no value yet are 0, which is less than each positive
-    byte (pytorch#191499).
-    """
-
-    def lowered(values: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype = values.get_dtype()
-        if dtype not in _BYTES:
-            return extreme(values, *args, **kwargs)
-        found = extreme(lowering.to_dtype(values, torch.int16), *args, **kwargs)
-        return pytree.tree_map(
-            lambda each: lowering.to_dtype(each, dtype) if each.get_dtype() == torch.int16 else each, found
-        )
-
-    return lowered
-
-
-def _row_inline(library: _Lowering, inline: _Lowering) -> _Lowering:
-    """Return a lowering that multiplies one row with a small matrix inline, and others with the library.
-
-    A library call takes several times as long as such a product, and is not fused with what follows.
-    """
-
-    def lowered(*args: Any, **kwargs: Any) -> Any:
-        return library(*args, **kwargs) if kwargs or not _is_small(*args[-2:]) else inline(*args)
-
-    return lowered
-
-
-def _is_small(row: Any, matrix: Any) -> bool:
-    sizes = V.graph.sizevars
-    (rows, _), (depth, width) = row.get_size(), matrix.get_size()
-    return (
-        row.get_dtype() == torch.float32
-        and sizes.statically_known_equals(rows, 1)
-        and sizes.statically_known_leq(depth * width, _MOST_INLINE)
-    )
-
-
-def _product(row: Any, matrix: Any) -> Any:
-    """Multiply row [1, depth] with matrix [depth, width]."""
-    for factor in (row, matrix):
-        factor.realize()  # else each column recomputes it
-    column, matrices = _lowered(_aten.unsqueeze.default, row, 2), _lowered(_aten.unsqueeze.default, matrix, 0)
-    return _lowered(_aten.sum.dim_IntList, _lowered(_aten.mul.Tensor, column, matrices), [1])
-
-
-def _lowered(operator: Any, *args: Any) -> Any:
-    return lowering.lowerings[operator](*args)

@@ -182,81 +182,55 @@ def test_small_integers_wrap_around_in_machine_code(tmp_path: Path) -> None:
         assert torch.equal(found, expected)
 
 
-def test_small_numbers_keep_their_digits(tmp_path: Path) -> None:
-    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
-        tiny = x * m.scale
-        return [f(each) for each in (tiny, tiny.double()) for f in (torch.expm1, torch.atanh, nn.functional.elu)]
+def test_operators_that_the_compiler_replaces_compute_what_they_did(tmp_path: Path) -> None:
+    """One graph for all, as each takes seconds to compile."""
 
-    eager = Does(act, scale=nn.Buffer(torch.tensor(-1e-8)))
-    x = torch.arange(1.0, 42)
-    artifact = compile_engines(export(eager, (x,), out=tmp_path / "a"), ["aoti"], trial=False)
-    model = loaded(artifact, tmp_path, eager, engine="aoti")
-    for found, expected in zip(model(x), eager(x), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    def act(m: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        x, tall, ids = given["x"], given["tall"], given["ids"]
+        ones, zeros = torch.ones(3, 5, dtype=torch.int64), torch.zeros(4, 6, dtype=torch.float64)
+        tiny, keys = torch.arange(1.0, 42) * m.tiny, x.transpose(-2, -1)
+        product = [x[0, 0] @ each for each in (m.first, m.second)]
+        functions = {f.__name__: f for f in (torch.expm1, torch.atanh, nn.functional.elu)}
+        return {
+            **{f"{name} of {each.dtype}": f(each) for name, f in functions.items() for each in (tiny, tiny.double())},
+            "alpha of a product": torch.add(m.bias, product[0], alpha=3),
+            "alpha of what is added to one": torch.add(product[1], m.bias, alpha=2),
+            "the dtype of a constant's sums": ones.cumsum(0, dtype=torch.float32) * m.bias[:5],
+            **{f"{n} in float64": zeros.scatter(1, ids[:, None], n) * m.wide for n in (0.1, 1e300, 1e-50)},
+            "a mask of one dimension": torch.softmax(x @ keys / 2.0 + m.mask, -1) @ x,
+            "attention over queries": ((x @ keys) * 0.5).softmax(-2) @ x,
+            "attention over heads": (x @ keys / 2).softmax(1) @ x,
+            "attention of matrices": torch.bmm(torch.bmm(x[0], keys[0]).softmax(1), x[0]),
+            "an average of a dynamic size": nn.functional.adaptive_avg_pool2d(tall, (2, 5)) * m.tiny,
+            "an average along a dynamic size": nn.functional.adaptive_avg_pool1d(tall[:, 0], 3) * m.tiny,
+            "a maximum of a dynamic size": nn.functional.adaptive_max_pool2d(tall, (2, 4)) * m.tiny,
+            "a maximum of another one": nn.functional.adaptive_max_pool2d(tall, (3, 5)) * m.tiny,
+        }
 
-
-def test_arguments_of_operators_that_the_compiler_replaces_are_kept(tmp_path: Path) -> None:
-    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
-        product = [x @ each for each in (m.first, m.second, m.third)]
-        sums = [torch.add(product[0], m.bias, alpha=2), torch.add(m.bias, product[1], alpha=3), product[2] + m.bias]
-        ones = torch.ones(3, 5, dtype=torch.int64)
-        return [
-            *sums,
-            ones.cumsum(1),
-            ones.cumsum(0, dtype=torch.float32),
-            torch.ones(7).cumsum(0, dtype=torch.float64),
-        ]
-
-    weights = {name: nn.Parameter(torch.rand(5, 6)) for name in ("first", "second", "third")}
-    eager = Does(act, bias=nn.Parameter(torch.rand(6)), **weights)
-    x = torch.rand(4, 5)
-    artifact = compile_engines(export(eager, (x,), out=tmp_path / "a"), ["aoti"], trial=False)
-    model = loaded(artifact, tmp_path, eager, engine="aoti")
-    for found, expected in zip(model(x), eager(x), strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-def test_numbers_written_into_a_constant_keep_the_digits_of_float64(tmp_path: Path) -> None:
-    def act(m: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-        empty = torch.zeros(4, 6, dtype=torch.float64)
-        written = [empty.scatter(1, ids[:, None], value) for value in (0.1, 1e300, 1e-50)]
-        return [each * m.scale for each in (*written, torch.full_like(empty, 0.1).scatter_(1, ids[:, None], 0.9))]
-
-    eager = Does(act, scale=nn.Parameter(torch.rand(6, dtype=torch.float64)))
+    tensors = {"first": (4, 6), "second": (4, 6), "bias": (6,), "mask": (5,), "wide": (6,)}
+    weights = {name: nn.Parameter(torch.randn(shape)) for name, shape in tensors.items()}
+    eager = Does(act, **weights | {"wide": nn.Parameter(torch.rand(6).double())}, tiny=nn.Buffer(torch.tensor(-1e-8)))
+    x, (height, width) = torch.rand(2, 3, 5, 4), (Dim(name, min=4, max=64) for name in ("height", "width"))
     ids = torch.tensor([5, 0, 3, 2])
-    artifact = compile_engines(export(eager, (ids,), out=tmp_path / "a"), ["aoti"], trial=False)
-    model = loaded(artifact, tmp_path, eager, engine="aoti")
-    for found, expected in zip(model(ids), eager(ids), strict=True):
-        assert torch.equal(found, expected)
+    shapes = ({"x": None, "ids": None, "tall": {2: height, 3: width}},)
+    sample = {"x": x, "ids": ids, "tall": torch.rand(2, 3, 8, 8)}
+    artifact = export(eager, (sample,), out=tmp_path / "a", dynamic_shapes=shapes)
+    model = loaded(compile_engines(artifact, ["aoti"], trial=False), tmp_path, eager, engine="aoti")
+    for sizes in ((8, 8), (9, 7), (15, 32), (4, 64)):
+        given = {"x": x, "ids": ids, "tall": torch.rand(2, 3, *sizes)}
+        found = model(given)
+        for name, expected in eager(given).items():
+            tolerance = 1e-9 if expected.dtype == torch.float64 else 2e-6
+            assert found[name].dtype == expected.dtype, name
+            torch.testing.assert_close(found[name], expected, rtol=tolerance, atol=0, msg=f"{name} of {sizes}")
 
 
-def test_attention_with_a_mask_of_one_dimension_is_compiled(tmp_path: Path) -> None:
-    def act(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x @ x.transpose(-2, -1) / 2.0 + m.mask, -1) @ x
-
-    eager = Does(act, mask=nn.Parameter(torch.randn(5)))
-    x = torch.rand(2, 3, 5, 4)
-    artifact = compile_engines(export(eager, (x,), out=tmp_path / "a"), ["aoti"], trial=False)
-    model = loaded(artifact, tmp_path, eager, engine="aoti")
-    torch.testing.assert_close(model(x), eager(x))
-
-
-def test_attention_may_be_normalised_over_queries(tmp_path: Path) -> None:
-    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
-        query, scores = x @ m.w, x @ x.transpose(-2, -1)
-        found = [(scores * 0.5).softmax(-2) @ x, (query @ x.transpose(-2, -1) / 2).softmax(1) @ x]
-        return [
-            *found,
-            torch.bmm(torch.bmm(query[0], x[0].transpose(1, 2)).softmax(1), x[0]),
-            scores.softmax(3) @ query,
-        ]
-
-    eager = Does(act, w=nn.Parameter(torch.randn(4, 4)))
-    x = torch.rand(2, 3, 5, 4)
-    artifact = compile_engines(export(eager, (x,), out=tmp_path / "a"), ["aoti"], trial=False)
-    model = loaded(artifact, tmp_path, eager, engine="aoti")
-    for found, expected in zip(model(x), eager(x), strict=True):
-        torch.testing.assert_close(found, expected)
+def test_code_for_the_sample_alone_is_refused(tmp_path: Path) -> None:
+    width = Dim("width", max=64)
+    halves = Does(lambda m, x: nn.functional.glu(x * m.scale), scale=nn.Parameter(torch.ones(1)))
+    artifact = export(halves, (torch.rand(2, 8),), out=tmp_path / "a", dynamic_shapes=({1: 2 * width},))
+    with pytest.raises(CaptureError, match="for the sizes of the sample alone"):
+        compile_engines(artifact, ["aoti"], trial=False)
 
 
 def test_fused_code_rounds_to_16_bits_where_eager_does(tmp_path: Path) -> None:

@@ -1,0 +1,190 @@
+"""What AOTInductor computes otherwise than eager, put right while it compiles: patterns that drop what they do not
+name, pools for the sizes of the sample alone, functions that lose digits. And products of one row, without a library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor import decomposition, lowering
+from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
+from torch._inductor.fx_passes import fuse_attention
+from torch._inductor.pattern_matcher import FailedMatch, Ignored, _TargetArgsExpr
+from torch._inductor.virtualized import V
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+_aten = torch.ops.aten
+_BYTES = frozenset({torch.int8, torch.uint8})
+_EXTREMES = (
+    *(_aten.amax.default, _aten.amin.default, _aten.argmax.default, _aten.argmin.default),
+    *(_aten.max.default, _aten.max.dim, _aten.min.default, _aten.min.dim),
+)
+_OF_MEMORY = frozenset({"layout", "device", "pin_memory", "memory_format", "requires_grad", "non_blocking"})
+_POOLS = (_aten._adaptive_avg_pool2d.default, _aten.adaptive_max_pool2d.default)
+_DECOMPOSED = (_aten.adaptive_max_pool2d.default, _aten.adaptive_max_pool3d.default)
+_MOST_INLINE = 2**17  # elements of a matrix; for a larger one the library's threads pay off
+_Lowering = Callable[..., Any]
+
+
+@contextmanager
+def rewritten(on_gpu: bool) -> Iterator[None]:
+    """Let AOTInductor compute, in the block, what eager computes."""
+    lowerings = _lowerings_of_pools() | ({} if on_gpu else _cpu_lowerings())
+    decompositions = decomposition.select_decomp_table()
+    with ExitStack() as stack:
+        for patch in (
+            mock.patch.dict(lowering.lowerings, lowerings),
+            mock.patch.dict(decompositions, {each: _unless_dynamic(decompositions[each]) for each in _DECOMPOSED}),
+            mock.patch.multiple(CppOverrides, **{name: _wrapping(name) for name in ("abs", "truncdiv")}),
+            mock.patch.multiple(CppVecOverrides, **{name: _vectorised(name) for name in ("expm1", "atanh")}),
+            mock.patch.object(_TargetArgsExpr, "_match", _matching_whole(_TargetArgsExpr._match)),
+            mock.patch.object(fuse_attention, "_scaled_dot_product_attention", _attention),
+        ):
+            stack.enter_context(patch)
+        yield
+
+
+def _lowerings_of_pools() -> dict[Any, _Lowering]:
+    fallback: Any = lowering.fallback_handler
+    return {
+        each: _unless_dynamic(lowering.lowerings[each], fallback(each, add_to_fallback_set=False)) for each in _POOLS
+    }
+
+
+def _unless_dynamic(original: _Lowering, otherwise: _Lowering = lambda *_: NotImplemented) -> _Lowering:
+    """Return a function that pools to a given size; with `otherwise`, if the sizes before it are dynamic.
+
+    AOTInductor writes a loop over windows for the sample's sizes, and lets it stand for all.
+    """
+
+    def pooled(values: Any, size: Any) -> Any:
+        sizes = values.shape if isinstance(values, torch.Tensor) else values.get_size()
+        is_static = all(isinstance(each, int) or getattr(each, "is_number", False) for each in sizes[-len(size) :])
+        return (original if is_static else otherwise)(values, size)
+
+    return pooled
+
+
+def _wrapping(name: str) -> Any:
+    """Return AOTInductor's operator of C++, with a cast: C++ computes small integers as int, where none wraps around.
+
+    AOTInductor casts most results back by itself.
+    """
+    written = getattr(CppOverrides, name)
+    return staticmethod(lambda first, *others: f"decltype({first})({written(first, *others)})")
+
+
+def _vectorised(name: str) -> Any:
+    """Return ATen's function of vectors, which eager calls: AOTInductor's own loses the digits of small numbers."""
+
+    def written(x: Any) -> str:
+        return f"{x}.{name}()"
+
+    written.__name__ = name  # by which AOTInductor finds the same function of one number
+    return staticmethod(written)
+
+
+def _matching_whole(match: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a match of a pattern with calls of operators, without those that have an argument which it does not name.
+
+    AOTInductor replaces such calls, too, and drops the argument: alpha of `torch.add(x @ w, y, alpha=2)`. Its patterns
+    of attention do not name the dimension of the softmax either, and put one over the last dimension for all.
+    """
+
+    def matched(pattern: Any, node: Any, context: Any) -> Any:
+        if isinstance(node, Node) and (dropped := node.kwargs.keys() - pattern.kwargs.keys() - _OF_MEMORY):
+            return FailedMatch("arguments that the pattern does not name: {}", sorted(dropped))
+        if isinstance(node, Node) and _reduces_elsewhere(pattern, node):
+            return FailedMatch("reduces another dimension than the last one")
+        return match(pattern, node, context)
+
+    return matched
+
+
+def _reduces_elsewhere(pattern: Any, node: Node) -> bool:
+    """Return whether the node reduces other dimensions than the last one, and the pattern ignores which."""
+    if node.target not in (_aten.amax.default, _aten.sum.dim_IntList) or min(len(node.args), len(pattern.args)) < 2:
+        return False
+    values: Any = node.args[0]
+    dimensions: Any = node.args[1]
+    is_last = dimensions in ([-1], [values.meta["val"].ndim - 1])
+    return isinstance(pattern.args[1], Ignored) and not is_last
+
+
+def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
+    """Compute what AOTInductor puts for attention that is written out, also with a mask of one dimension."""
+    if attn_mask is not None and attn_mask.dim() == 1:  # which a sum broadcasts, and the operator refuses
+        attn_mask = attn_mask.unsqueeze(0)
+    return _aten.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+
+
+def _cpu_lowerings() -> dict[Any, _Lowering]:
+    fallback: Any = lowering.fallback_handler
+    return {
+        # torch's kernel raises for a bad index; generated code would end the process
+        _aten.index.Tensor: fallback(_aten.index.Tensor, add_to_fallback_set=False),
+        _aten.mm.default: _row_inline(lowering.lowerings[_aten.mm.default], _product),
+        _aten.addmm.default: _row_inline(
+            lowering.lowerings[_aten.addmm.default],
+            lambda bias, row, matrix: _lowered(_aten.add.Tensor, bias, _product(row, matrix)),
+        ),
+        **{operator: _widened(lowering.lowerings[operator]) for operator in _EXTREMES},
+    }
+
+
+def _widened(extreme: _Lowering) -> _Lowering:
+    """Return a lowering that finds the extremes of bytes among 16-bit integers.
+
+    In generated code, the lanes of a vector of bytes that have no value yet are 0, which is less than each positive
+    byte (pytorch#191499).
+    """
+
+    def lowered(values: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = values.get_dtype()
+        if dtype not in _BYTES:
+            return extreme(values, *args, **kwargs)
+        found = extreme(lowering.to_dtype(values, torch.int16), *args, **kwargs)
+        return pytree.tree_map(
+            lambda each: lowering.to_dtype(each, dtype) if each.get_dtype() == torch.int16 else each, found
+        )
+
+    return lowered
+
+
+def _row_inline(library: _Lowering, inline: _Lowering) -> _Lowering:
+    """Return a lowering that multiplies one row with a small matrix inline, and others with the library.
+
+    A library call takes several times as long as such a product, and is not fused with what follows.
+    """
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        return library(*args, **kwargs) if kwargs or not _is_small(*args[-2:]) else inline(*args)
+
+    return lowered
+
+
+def _is_small(row: Any, matrix: Any) -> bool:
+    sizes = V.graph.sizevars
+    (rows, _), (depth, width) = row.get_size(), matrix.get_size()
+    return (
+        row.get_dtype() == torch.float32
+        and sizes.statically_known_equals(rows, 1)
+        and sizes.statically_known_leq(depth * width, _MOST_INLINE)
+    )
+
+
+def _product(row: Any, matrix: Any) -> Any:
+    """Multiply row [1, depth] with matrix [depth, width]."""
+    for factor in (row, matrix):
+        factor.realize()  # else each column recomputes it
+    column, matrices = _lowered(_aten.unsqueeze.default, row, 2), _lowered(_aten.unsqueeze.default, matrix, 0)
+    return _lowered(_aten.sum.dim_IntList, _lowered(_aten.mul.Tensor, column, matrices), [1])
+
+
+def _lowered(operator: Any, *args: Any) -> Any:
+    return lowering.lowerings[operator](*args)
