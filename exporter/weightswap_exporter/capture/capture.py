@@ -23,7 +23,9 @@ from torch._export import config as export_config
 from torch.export import ExportedProgram
 from torch.export.dynamic_shapes import _combine_args, _tree_map_with_path
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from weightswap_exporter.modules.tensors import ModelView, is_composed, key_paths, parts_of, put_together
 from weightswap_runtime.errors import CaptureError, listed
@@ -136,6 +138,7 @@ def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywor
         raise CaptureError(_problem_of(*side_effects))
     doubts = stale_constants(view, (args, kwargs), program, mutated)
     assigned = _shapes(root, args, kwargs, shapes)
+    _widen(program, assigned)
     doubts += check_small_sizes(view, (args, kwargs), program, mutated, questions, assigned)
     parameters = inspect.signature(root.forward)
     return Captured(program, parameters, keywords, assigned, mutated, side_effects, doubts)
@@ -158,6 +161,24 @@ def _shapes(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shap
         found.get(id(value)) if isinstance(value, torch.Tensor) else None
         for value in pytree.tree_leaves((args, kwargs))
     ]
+
+
+def _widen(program: ExportedProgram, shapes: Sequence[Any]) -> None:
+    """Let a dimension of which inputs have only multiples begin where its `Dim` does, as others do.
+
+    torch has 2 there, even if it captures the graph for less. What the model computes is then tried, as for others.
+    """
+    if not fx_config.backed_size_oblivious:
+        return
+    inputs = (node for node, spec in graph_inputs(program) if spec.kind is InputKind.USER_INPUT)
+    for placeholder, shape in zip(inputs, shapes, strict=True):
+        axes = shape.items() if isinstance(shape, Mapping) else enumerate(shape or ())
+        derived: list[tuple[int, Any]] = [(axis, dim) for axis, dim in axes if hasattr(dim, "root")]
+        for size, dim in ((placeholder.meta["val"].shape[axis], dim) for axis, dim in derived):
+            for symbol in size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ():
+                limits = program.range_constraints[symbol]
+                if limits.lower == 2:
+                    program.range_constraints[symbol] = ValueRanges(min(2, dim.root.min), limits.upper)
 
 
 def training_operators(captured: Captured) -> set[str]:

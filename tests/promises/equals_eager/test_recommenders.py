@@ -292,12 +292,14 @@ def test_what_an_object_has_computed_before_changes_nothing(pooling: tuple[nn.Mo
 
 
 def test_one_row_with_the_option_of_torch(tmp_path: Path) -> None:
-    model = different(lambda: DLRM(bags(), **DENSE), 1)
+    ranker, tables = different(lambda: DLRM(bags(), **DENSE), 1), different(bags, 1)
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-        found = served(tmp_path, model, dense(), kjt(), dynamic_shapes=({0: batch}, fields()))
+        whole = served(tmp_path / "whole", ranker, dense(), kjt(), dynamic_shapes=({0: batch}, fields()))
+        alone = served(tmp_path / "alone", tables, kjt(), dynamic_shapes=(fields(),))
     for rows in (1, 2, 9):
         args = (dense(rows), kjt(rows))
-        assert equal(found(*args), eagerly(model, args))
+        assert equal(whole(*args), eagerly(ranker, args))
+        assert equal(alone(args[1]), eagerly(tables, args[1:]))
 
 
 def quantised(sequence: bool, dtype: torch.dtype, seed: int, features: list[str] = FEATURES) -> nn.Module:
