@@ -121,6 +121,12 @@ def test_a_method_that_the_protocol_has_no_types_for(tmp_path: Path, caplog: pyt
         Server({"waves": load(alone)}, Settings(http_port=0))
 
 
+@pytest.mark.parametrize("name", ["", "a/b"])
+def test_a_model_has_a_name_that_paths_can_have(server: Server, name: str) -> None:
+    with pytest.raises(Unsupported, match="give it a name without /"):
+        Server({name: server.service.served[0].model}, Settings(http_port=0))
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_no_two_models_have_one_name(server: Server, order: int) -> None:
     coder, other = (served.model for served in server.service.served)

@@ -176,8 +176,8 @@ def _widen(program: ExportedProgram, shapes: Sequence[Any]) -> None:
         derived: list[tuple[int, Any]] = [(axis, dim) for axis, dim in axes if hasattr(dim, "root")]
         for size, dim in ((placeholder.meta["val"].shape[axis], dim) for axis, dim in derived):
             for symbol in size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ():
-                limits = program.range_constraints[symbol]
-                if limits.lower == 2:
+                limits = program.range_constraints.get(symbol)
+                if limits is not None and limits.lower == 2:
                     program.range_constraints[symbol] = ValueRanges(min(2, dim.root.min), limits.upper)
 
 

@@ -62,8 +62,8 @@ class Service:
     """The models of a server, and the calls of them."""
 
     def __init__(self, models: Mapping[str, ServedModel], settings: Settings) -> None:
-        """Raises Unsupported for settings out of range, for models that the protocol cannot describe, and if two would
-        have one name."""
+        """Raises Unsupported for settings out of range, for models that the protocol cannot describe, and for names
+        that no request can have or that two models would have."""
         settings.check()
         self.settings = settings
         self.metrics = ServerMetrics()
@@ -83,15 +83,14 @@ class Service:
         self._by_name = self._named()
 
     def _named(self) -> dict[str, Served]:
-        """Return the models by all names that requests use. Raises Unsupported for a name that two would have."""
+        """Return the models by all names that requests use. Raises Unsupported."""
         found: dict[str, Served] = {}
         for served in self.served:
             for name in served.methods or (served.name,):
-                if name in found:  # else the one would answer requests for the other
+                if problem := _name_problem(name, served, found.get(name)):
                     for each in self.served:
                         each.close(0.0)
-                    both = f"the models {found[name].name} and {served.name}"
-                    raise Unsupported(f"{both} would both be served as {name}; give one of them another name")
+                    raise Unsupported(problem)
                 found[name] = served
         return found
 
@@ -473,3 +472,14 @@ def _methods(name: str, model: ServedModel) -> dict[str, ServedMethod]:
     if not methods:
         raise Unsupported(*problems)
     return methods
+
+
+def _name_problem(name: str, served: Served, other: Served | None) -> str:
+    """Return why a model cannot have a name; empty if it can. other: the model that has it already, and would answer
+    for this one."""
+    if not name or "/" in name:
+        return f"{name!r}: no path of a request names such a model; give it a name without /"
+    if other is None:
+        return ""
+    both = f"the models {other.name} and {served.name}"
+    return f"{both} would both be served as {name}; give one of them another name"
