@@ -422,6 +422,11 @@ def choice_of(model: ServedModel, names: VariantNames) -> Choice:
     return choice
 
 
+def holds_calls(model: ServedModel) -> bool:
+    """Return whether a commit holds new calls now, for those who would call from a thread that has a pin."""
+    return model._gate.is_held
+
+
 def engine_of(model: ServedModel) -> Engine:
     """Return a model's engine, for tools that convert tensors of files to its inputs, and its outputs back."""
     return model._member.engine
