@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support.adapters import Adapters, X, base, with_lora
 from weightswap_exporter import export, pack, publish
-from weightswap_runtime import CaptureError, CheckpointError, Unsupported, load
+from weightswap_runtime import CaptureError, CheckpointError, Unsupported, WeightsMismatch, load
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,26 @@ def test_the_base_is_packed_from_whatever_has_it(files: Adapters, tmp_path: Path
     for number, source in enumerate(sources):
         pack(source, files.artifact, out=tmp_path / f"{number}.safetensors")
     assert len({(tmp_path / f"{number}.safetensors").read_bytes() for number in range(len(sources))}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+def test_a_tied_base_is_packed_from_its_module_and_its_files(tmp_path: Path) -> None:
+    """A state dict has tied weights under each name, where transformers' files have one."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **sizes)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    for number, targets in enumerate((["q_proj"], ["embed_tokens"], ["lm_head", "q_proj"])):
+        tuned = peft.get_peft_model(copy.deepcopy(plain), peft.LoraConfig(r=2, target_modules=targets)).eval()
+        artifact = export(tuned, (torch.tensor([[1, 5]]),), out=tmp_path / f"{number}", variants={"lora": "*lora_*"})
+        sources: list[Any] = [tmp_path / "plain", plain, plain.state_dict()]
+        packed = [pack(source, artifact, out=tmp_path / "v.safetensors").weights_id for source in sources]
+        assert len(set(packed)) == 1
+        untied = plain.state_dict() | {"lm_head.weight": torch.ones(64, 32)}
+        with pytest.raises(WeightsMismatch, match="one tensor in the graph"):
+            pack(untied, artifact, out=tmp_path / "v.safetensors")
 
 
 @pytest.mark.parametrize("wrap", [lambda tuned: tuned, nn.DataParallel], ids=["plain", "wrapped"])

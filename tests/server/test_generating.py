@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import queue
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
@@ -22,6 +23,7 @@ from tests.support.served import ask, connect, occupied, serving
 from tests.support.watched import eventually
 from weightswap_exporter import export_decoder, pack
 from weightswap_runtime import Context, Model, load
+from weightswap_runtime.model.served import holds_calls
 from weightswap_server import Server
 
 PROMPT = [1, 5, 9]
@@ -117,6 +119,34 @@ def test_a_swap_does_not_change_a_stream(files: tuple[Path, Path, Path]) -> None
         )
         assert after["output_ids"] != before
         until_closed(server)
+
+
+@pytest.mark.parametrize("over_grpc", [False, True])
+def test_streams_begin_after_a_commit_that_waits_for_others(
+    files: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, over_grpc: bool
+) -> None:
+    """In single residency. All are in one thread, which may call while it has a pin, so that none would ever wait."""
+    model, run, begun = load(files[0], files[1], residency="single"), Context.run, Event()
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        time.sleep(0.01)
+        return run(*args)
+
+    monkeypatch.setattr(Context, "run", slow)
+    with serving({"llama": model}, grpc_port=0) as server, ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, server, STREAM, asked(max_tokens=40))
+        assert begun.wait(120)
+        swapped = pool.submit(model.swap, files[2])
+        assert eventually(lambda: holds_calls(model))
+        if over_grpc:
+            found = streamed(server, np.array(PROMPT), max_tokens=3)
+            generations = {piece.get_response().parameters["generation"].int64_param for piece in found}
+        else:
+            generations = {e["parameters"]["generation"] for e in events(ask(server, STREAM, asked(max_tokens=3)).body)}
+        assert generations == {1}
+        assert {event["parameters"]["generation"] for event in events(first.result(120).body)} == {0}
+        assert swapped.result(120).generation == 1
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,13 @@ def record_conversion(
             checkpoint = libraries.checkpoint(base.model) if checkpoint is None else checkpoint
         recorded = _recorded(base, tables._replace(weights=tuple(weights.values())), load, checkpoint)
     names = {row.name: name for name, row in weights.items()}
-    sources = tuple(structs.replace(source, weight=names[source.weight]) for source in recorded.conversion.sources)
+    found = recorded.conversion.sources
+    if tables.variants:  # a state dict of the base has none of the graph's names, under which ties are known
+        ties = {row.name: WeightSource(weight=row.name, keys=row.names) for row in weights.values()}
+        found = tuple(
+            source if source.transform is not None else _with_copies(source, ties[source.weight]) for source in found
+        )
+    sources = tuple(structs.replace(source, weight=names[source.weight]) for source in found)
     return recorded._replace(conversion=structs.replace(recorded.conversion, sources=sources))
 
 

@@ -84,6 +84,11 @@ class Gate:
         return self._current
 
     @property
+    def is_held(self) -> bool:
+        """Whether a commit holds new calls now."""
+        return self._held_since is not None
+
+    @property
     def failure(self) -> str | None:
         """The reason why calls are refused: the arena does not hold one set of weights. None if they are not."""
         return self._failure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from functools import partial
@@ -286,10 +286,7 @@ class ServedModel(Caller, AbstractContextManager["ServedModel"]):
         if generation is None and current is not None:  # the context pins nothing
             served, generation = current.weights_id, current.generation
         receipts = self._history_with(generation or 0)
-        # a rollback's receipt names no file, and the files of what it has withdrawn come after those of these weights
-        read = [n for n, each in enumerate(receipts, 1) if each.weights_id == served and each.kind != "rollback"]
-        until = read[-1] if read else len(receipts)
-        files = [receipt.source for receipt in reversed(receipts[:until]) if receipt.reloadable]
+        files = [receipt.source for receipt in reversed(_line_of(served, receipts)) if receipt.reloadable]
         return find_tokenizer(files, self.artifact.path)
 
     def _history_with(self, generation: int) -> tuple[SwapReceipt, ...]:
@@ -425,6 +422,28 @@ def choice_of(model: ServedModel, names: VariantNames) -> Choice:
     return choice
 
 
+def holds_calls(model: ServedModel) -> bool:
+    """Return whether a commit holds new calls now, for those who would call from a thread that has a pin."""
+    return model._gate.is_held
+
+
 def engine_of(model: ServedModel) -> Engine:
     """Return a model's engine, for tools that convert tensors of files to its inputs, and its outputs back."""
     return model._member.engine
+
+
+def _line_of(weights_id: str | None, receipts: Iterable[SwapReceipt]) -> Sequence[SwapReceipt]:
+    """Return the receipts of some weights and of those before them, oldest first, without those that were withdrawn.
+
+    Weights whose file is swapped in again, as to go back to them, follow those that they followed before.
+    """
+    line: Sequence[SwapReceipt] = ()
+    of_weights: dict[str, Sequence[SwapReceipt]] = {}
+    of_files: dict[tuple[str, str], Sequence[SwapReceipt]] = {}
+    for receipt in receipts:
+        if receipt.kind == "rollback":  # it names no file
+            line = of_weights.get(receipt.weights_id, line)
+        else:
+            line = of_files.setdefault((receipt.weights_id, receipt.source), (*line, receipt))
+        of_weights[receipt.weights_id] = line
+    return of_weights.get(weights_id or "", line)

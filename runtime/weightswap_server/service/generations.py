@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from weightswap_runtime import TokenStream
 from weightswap_runtime.errors import Unsupported
-from weightswap_runtime.model.served import choice_of
+from weightswap_runtime.model.served import choice_of, holds_calls
 from weightswap_server.errors import BadRequest, NotReady, TookTooLong, UnknownModel
 from weightswap_server.protocol import (
     Answered,
@@ -29,6 +29,8 @@ from weightswap_server.protocol import (
 from .service import Service, result_of
 
 END = object()
+_LATER = object()  # the generation has not begun, as a commit holds new calls
+_PAUSE = 0.005  # seconds until it is tried again
 
 
 class OpenGeneration:
@@ -59,9 +61,12 @@ class OpenGeneration:
         """Seconds until the time limit."""
         return max(0.0, self._began + self._service.settings.stream_timeout - time.monotonic())
 
-    def next(self) -> Future[Any]:
-        """Return a future of the next piece, or of END. Raises NotReady; the future, what `Model.generate` raises, and
-        UnknownModel if another generation than the requested one is served by then."""
+    def _try_next(self) -> Future[Any]:
+        """Return a future of the next piece, of END or of _LATER.
+
+        Raises NotReady; the future, what `Model.generate` raises, and UnknownModel if another generation than the
+        requested one is served by then.
+        """
         return self._served.thread.do(self._next)
 
     def timed_out(self) -> TookTooLong:
@@ -72,7 +77,8 @@ class OpenGeneration:
         while True:
             try:
                 async with asyncio.timeout(self.seconds_left):
-                    piece = await asyncio.wrap_future(self.next())
+                    while (piece := await asyncio.wrap_future(self._try_next())) is _LATER:
+                        await asyncio.sleep(_PAUSE)
             except TimeoutError as error:
                 raise self.timed_out() from error
             if piece is END:
@@ -82,7 +88,8 @@ class OpenGeneration:
     def next_here(self, is_wanted: Callable[[], bool]) -> Any:
         """Return the next piece, or END; blocks the calling thread. Raises TookTooLong, and as `result_of`."""
         try:
-            piece = result_of(self.next(), self.seconds_left, is_wanted)
+            while (piece := result_of(self._try_next(), self.seconds_left, is_wanted)) is _LATER:
+                time.sleep(_PAUSE)
         except TimeoutError as error:
             raise self.timed_out() from error
         if piece is END and not self.seconds_left:
@@ -113,6 +120,10 @@ class OpenGeneration:
         if self._closed:
             return END
         if self._stream is None:
+            # the pins of all streams are this thread's, so that the gate would let it pass, and a commit that waits for
+            # streams would wait for each new one, too
+            if holds_calls(self._served.model):
+                return _LATER
             parameters = self._parameters
             prompt = self.request.text_input if self.request.input_ids is None else self.request.input_ids
             model = self._served.model

@@ -750,6 +750,23 @@ def test_after_a_rollback_the_tokenizer_is_that_of_the_weights_that_are_served(o
         assert model.generate("#%", max_new_tokens=6) == expected_text
 
 
+def test_the_tokenizer_of_withdrawn_weights_goes_on_nowhere(one: Exported, tmp_path: Path) -> None:
+    """Weights without a tokenizer have that of the weights before, which a rollback has not withdrawn."""
+    files = with_tokenizers(one, tmp_path)
+    first, model = Tokenizer(files[0].parent), load(one.artifact, files[0])
+    tokens = load(one.artifact, one.files[1]).generate(first.encode("#%"), max_new_tokens=6)
+    assert Tokenizer(files[1].parent).encode("#%") != first.encode("#%")
+    model.swap(one.files[1])
+    model.swap(files[1])
+    model.swap(one.files[1])  # the same file again, as operators and desired states go back to it
+    assert model.generate("#%", max_new_tokens=6) == first.decode(tokens)
+    model.swap(files[0])
+    model.swap(files[1])
+    model.rollback()
+    model.swap(one.files[1])
+    assert model.generate("#%", max_new_tokens=6) == first.decode(tokens)
+
+
 def with_tokenizers(one: Exported, folder: Path) -> list[Path]:
     """Return two weight files, each beside a tokenizer of its own."""
     files = [folder / str(number) / "weights.safetensors" for number in range(2)]
