@@ -239,10 +239,15 @@ def test_copies_keep_what_a_call_then_changes(tmp_path: Path) -> None:
         first = m.first.clone()
         m.first.copy_(m.second)
         m.second.copy_(first)
+        row = torch.tensor([1])
+        found["scattered"] = m.scattered.index_put((row,), x[:1])
+        m.scattered.copy_(x + 1)
+        found["twice"] = m.twice.index_put((row,), x[:1]).index_put((row - 1,), x[1:]).view(-1)
+        m.twice.mul_(2)
         x.mul_(2)
         return found
 
-    names = ("state", "parts", "flat", "current", "last", "first", "second")
+    names = ("state", "parts", "flat", "current", "last", "first", "second", "scattered", "twice")
     state = {name: nn.Buffer(torch.rand(2, 3)) for name in names}
     eager = Does(act, weight=nn.Parameter(torch.rand(3)), **state).requires_grad_(False)
     artifact = export(eager, (torch.rand(2, 3),), out=tmp_path / "a")
