@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 from torch._inductor import decomposition, lowering
 from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
 from torch._inductor.fx_passes import fuse_attention
+from torch._inductor.fx_utils import get_node_storage
 from torch._inductor.pattern_matcher import FailedMatch, Ignored, _TargetArgsExpr
 from torch._inductor.virtualized import V
 from torch.fx import Node
@@ -34,6 +36,8 @@ _Lowering = Callable[..., Any]
 @contextmanager
 def rewritten(on_gpu: bool) -> Iterator[None]:
     """Let AOTInductor compute, in the block, what eager computes."""
+    from torch._inductor.fx_passes import post_grad, reinplace  # here, as they warn of what torch deprecates
+
     lowerings = _lowerings_of_pools() | ({} if on_gpu else _cpu_lowerings())
     decompositions = decomposition.select_decomp_table()
     with ExitStack() as stack:
@@ -44,6 +48,8 @@ def rewritten(on_gpu: bool) -> Iterator[None]:
             mock.patch.multiple(CppVecOverrides, **{name: _vectorised(name) for name in ("expm1", "atanh")}),
             mock.patch.object(_TargetArgsExpr, "_match", _matching_whole(_TargetArgsExpr._match)),
             mock.patch.object(fuse_attention, "_scaled_dot_product_attention", _attention),
+            mock.patch.object(post_grad, "same_meta", _replaceable(post_grad.same_meta)),
+            mock.patch.dict(reinplace.inplaceable_ops, _in_place(reinplace.inplaceable_ops)),
         ):
             stack.enter_context(patch)
         yield
@@ -121,6 +127,53 @@ def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **option
     if attn_mask is not None and attn_mask.dim() == 1:  # which a sum broadcasts, and the operator refuses
         attn_mask = attn_mask.unsqueeze(0)
     return _aten.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+
+
+def _replaceable(is_same: Callable[[Node, Node], bool]) -> Callable[[Node, Node], bool]:
+    """Return whether AOTInductor may put a tensor for a copy of it: not if the call changes that tensor afterwards.
+
+    It looks at outputs and inputs alone, and state is neither: `old = state.clone(); state.add_(1); return old`, and
+    `previous.copy_(state); state.add_(1)`, would give the new state.
+    """
+
+    def replaceable(copy: Node, source: Node) -> bool:
+        changes = copy.graph.find_nodes(op="call_function", target=_aten.copy_.default)
+        changed = {get_node_storage(change.args[0]) for change in changes}
+        is_view = get_node_storage(copy) == get_node_storage(source)
+        return is_same(copy, source) and (is_view or get_node_storage(source) not in changed)
+
+    return replaceable
+
+
+def _in_place(operators: dict[Any, Any]) -> dict[Any, Any]:
+    """Return AOTInductor's operators that may write into what they are given, where nobody misses their results.
+
+    It lets them write into state that the call overwrites later, also where their result is read after that.
+    """
+
+    def checked(operator: Any) -> Any:
+        return replace(operator, extra_check=lambda node: operator.extra_check(node) and not _outlives(node, operators))
+
+    return {target: checked(operator) for target, operator in operators.items()}
+
+
+def _outlives(node: Node, operators: dict[Any, Any]) -> bool:
+    """Return whether the result is read after something else has been copied to where it would be written."""
+    result, given, written = get_node_storage(node), node, set()
+    while given.op == "call_function" and isinstance(given.args[0], Node):
+        source = given.args[0]
+        if given.target not in operators and get_node_storage(source) != get_node_storage(given):
+            break
+        written.add(get_node_storage(source))
+        given = source
+    order = {each: position for position, each in enumerate(node.graph.nodes)}
+    changes = [
+        order[change]
+        for change in node.graph.find_nodes(op="call_function", target=_aten.copy_.default)
+        if get_node_storage(change.args[0]) in written and get_node_storage(change.args[1]) != result
+    ]
+    reads = (order[user] for each in order if get_node_storage(each) == result for user in each.users)
+    return bool(changes) and max(reads, default=0) > min(changes)
 
 
 def _cpu_lowerings() -> dict[Any, _Lowering]:

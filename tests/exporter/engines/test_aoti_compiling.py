@@ -225,6 +225,41 @@ def test_operators_that_the_compiler_replaces_compute_what_they_did(tmp_path: Pa
             torch.testing.assert_close(found[name], expected, rtol=tolerance, atol=0, msg=f"{name} of {sizes}")
 
 
+def test_copies_keep_what_a_call_then_changes(tmp_path: Path) -> None:
+    """AOTInductor takes state and inputs themselves for copies of them, which it makes after the changes."""
+
+    def act(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = {"state": m.state.clone(), "a part": m.parts[:1].clone(), "last": m.last + 0}
+        found |= {"another form": m.flat.clone().view(-1), "input": x.clone(), "second": m.second + 0}
+        m.state.add_(x[0])
+        m.parts[0] = x[1] * m.weight
+        m.flat.index_copy_(0, torch.tensor([1]), x[:1])
+        m.last.copy_(m.current)
+        m.current.copy_(x)
+        first = m.first.clone()
+        m.first.copy_(m.second)
+        m.second.copy_(first)
+        row = torch.tensor([1])
+        found["scattered"] = m.scattered.index_put((row,), x[:1])
+        m.scattered.copy_(x + 1)
+        found["twice"] = m.twice.index_put((row,), x[:1]).index_put((row - 1,), x[1:]).view(-1)
+        m.twice.mul_(2)
+        x.mul_(2)
+        return found
+
+    names = ("state", "parts", "flat", "current", "last", "first", "second", "scattered", "twice")
+    state = {name: nn.Buffer(torch.rand(2, 3)) for name in names}
+    eager = Does(act, weight=nn.Parameter(torch.rand(3)), **state).requires_grad_(False)
+    artifact = export(eager, (torch.rand(2, 3),), out=tmp_path / "a")
+    model = loaded(compile_engines(artifact, ["aoti"], trial=False), tmp_path, eager, engine="aoti")
+    with model.new_context() as context:
+        for _ in range(3):
+            x = torch.rand(2, 3)
+            found = model(x.clone(), context=context)
+            for name, expected in eager(x).items():
+                torch.testing.assert_close(found[name], expected, msg=name)
+
+
 def test_code_for_the_sample_alone_is_refused(tmp_path: Path) -> None:
     width = Dim("width", max=64)
     halves = Does(lambda m, x: nn.functional.glu(x * m.scale), scale=nn.Parameter(torch.ones(1)))
