@@ -17,6 +17,7 @@ from weightswap_exporter.engines.divisions import (
     replace,
 )
 from weightswap_exporter.engines.index_bounds import indices_of
+from weightswap_exporter.engines.onnx_pools import exact_pool, is_dynamic_pool
 
 # places in the arguments of operators: attention's mask; a norm's running mean, and whether it is in training mode
 _MASK = 3
@@ -53,6 +54,7 @@ def adapt(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             (is_remainder_of_fractions, exact_remainder),
             (is_floor_of_fractions, exact_floor),
             (_is_nearest_to_size, _exact_nearest),
+            (is_dynamic_pool, exact_pool),
             (_orders_integers, _exact_order),
             (_is_angle, _exact_angle),
             (_has_mixed_bounds, _with_bounds_of_fractions),

@@ -25,7 +25,7 @@ from tests.support.sessions import bound_of
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_exporter.engines.compiling import with_files
 from weightswap_exporter.parity import compare
-from weightswap_runtime import Artifact, ArtifactError, InputMismatch, Model, Unsupported, load
+from weightswap_runtime import Artifact, ArtifactError, CaptureError, InputMismatch, Model, Unsupported, load
 from weightswap_runtime.engines.choosing import choose_engine
 from weightswap_runtime.format.manifest import encode_manifest
 
@@ -275,6 +275,35 @@ def test_the_nearest_elements_are_those_of_eager(tmp_path: Path) -> None:
         given = inputs(size)
         for found, expected in zip(model([each.numpy() for each in given]), eager(given), strict=True):
             np.testing.assert_array_equal(found, expected.numpy(), err_msg=str(size))
+
+
+def test_pools_of_dynamic_sizes_are_those_of_eager(tmp_path: Path) -> None:
+    def act(m: Any, inputs: Any) -> list[torch.Tensor]:
+        x, pool = inputs[0], nn.functional
+        averages = [pool.adaptive_avg_pool2d(x, size) for size in ((3, 2), (1, 5), (None, 4), (x.shape[3], 7))]
+        averages += [pool.adaptive_avg_pool1d(x[0], 5), pool.adaptive_avg_pool3d(x[None], (2, 3, 1))]
+        maxima = [pool.adaptive_max_pool2d(x, size) for size in ((3, 2), (4, 1))]
+        maxima += [pool.adaptive_max_pool1d(x[0], 3), pool.adaptive_max_pool2d(averages[3] * 2, (3, 5))]
+        areas = [pool.interpolate(x, size=size, mode="area") for size in ((4, 9), (x.shape[3] + 1, x.shape[2] + 2))]
+        return [*averages, *maxima, *areas, pool.adaptive_avg_pool2d(x.half(), (2, 3)) * m.one]
+
+    eager = Does(act, one=nn.Buffer(torch.ones(1, dtype=torch.float16)))
+    sizes = {2: Dim("height", min=2, max=64), 3: Dim("width", max=64)}
+    model = served(eager, ([torch.rand(2, 3, 6, 8)],), tmp_path, dynamic_shapes=([sizes],))
+    for height, width in ((6, 8), (2, 2), (2, 5), (3, 7), (5, 2), (7, 64), (13, 12), (64, 33)):
+        x = torch.rand(2, 3, height, width)
+        for found, expected in zip(model([x.numpy()]), eager([x]), strict=True):
+            tolerance = 1e-3 if expected.dtype == torch.float16 else 1e-6
+            torch.testing.assert_close(torch.as_tensor(found), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_places_of_maxima_in_pools_of_dynamic_sizes_are_refused(tmp_path: Path) -> None:
+    def act(m: Any, inputs: Any) -> list[torch.Tensor]:
+        return list(nn.functional.adaptive_max_pool2d(inputs[0] * m.one, 2, return_indices=True))
+
+    eager = Does(act, one=nn.Buffer(torch.ones(1)))
+    with pytest.raises(CaptureError, match="no places of maxima in pools of dynamic sizes"):
+        served(eager, ([torch.rand(1, 2, 6, 6)],), tmp_path, dynamic_shapes=([{2: Dim("n", min=2, max=64)}],))
 
 
 @pytest.mark.parametrize("has_last", [False, True])
