@@ -76,6 +76,7 @@ def _plain_attention(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         node.replace_input_with(mask, _additive_mask(graph, node, mask))
     with graph.inserting_after(node):
         first = graph.call_function(operator.getitem, (node, 0))
+    first.meta = dict(node.meta)
     node.target = torch.ops.aten._scaled_dot_product_attention_math.default
     node.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
 
@@ -150,6 +151,7 @@ def _sum_and_divide(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             ends = call(aten.cat.default, ([ends, call(aten.slice.Tensor, (last, 0, 0, 1))],))
         sizes = call(aten.clamp.default, (call(aten.sub.Tensor, (ends, begins)), 1))
         divisor = call(aten.to.dtype, (call(aten.unsqueeze.default, (sizes, 1)), bags.meta["val"].dtype))
+    means.meta = dict(bags.meta)
     bags.replace_all_uses_with(means, delete_user_cb=lambda user: user is not means)
     means.args = (bags, divisor)
 
@@ -191,6 +193,7 @@ def _decompose_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
                 new = call(aten.reshape.default, call(aten.mean.dim, statistic, [0]), [-1])
                 step = call(aten.mul.Tensor, call(aten.sub.Tensor, new, running), momentum)
                 call(aten.copy_.default, running, call(aten.add.Tensor, running, step))
+    result.meta = dict(node.meta)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
@@ -294,6 +297,7 @@ def _exact_order(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         for user in [user for user in node.users if user.args[1] == 0]:  # the other one has the places
             with graph.inserting_before(user):
                 result = _extreme(graph, given["self"], given["dim"], name, keep=bool(given["keepdim"]))
+            result.meta = dict(user.meta)
             user.replace_all_uses_with(result)
             graph.erase_node(user)
         return

@@ -306,6 +306,21 @@ def test_places_of_maxima_in_pools_of_dynamic_sizes_are_refused(tmp_path: Path) 
         served(eager, ([torch.rand(1, 2, 6, 6)],), tmp_path, dynamic_shapes=([{2: Dim("n", min=2, max=64)}],))
 
 
+def test_an_operator_after_one_that_is_rewritten_is_rewritten_too(tmp_path: Path) -> None:
+    def act(m: Any, x: list[torch.Tensor]) -> list[torch.Tensor]:
+        floor = torch.div(x[0], m.three, rounding_mode="floor")
+        least, (most, _) = floor.amin(1), floor.max(1)
+        attended = nn.functional.scaled_dot_product_attention(x[1], x[1], x[1])
+        angle = torch.atan2(x[1], x[1].flip(1)).remainder(1.0)
+        return [least, most.sign(), torch.fmod(floor, 2).clamp(min=-1), angle // 0.25, attended % 0.5]
+
+    eager = Does(act, three=nn.Buffer(torch.tensor(3)))
+    x = [torch.randint(-50, 50, (4, 3)), torch.randn(2, 4, 3)]
+    model = served(eager, (x,), tmp_path)
+    for found, expected in zip(model([each.numpy() for each in x]), eager(x), strict=True):
+        torch.testing.assert_close(torch.as_tensor(found), expected)
+
+
 @pytest.mark.parametrize("has_last", [False, True])
 def test_means_of_bags(has_last: bool, tmp_path: Path) -> None:
     eager = nn.EmbeddingBag(8, 4, mode="mean", include_last_offset=has_last)
