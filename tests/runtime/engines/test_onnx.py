@@ -321,6 +321,18 @@ def test_an_operator_after_one_that_is_rewritten_is_rewritten_too(tmp_path: Path
         torch.testing.assert_close(torch.as_tensor(found), expected)
 
 
+def test_integers_of_more_than_64_bits_are_refused(tmp_path: Path) -> None:
+    def act(m: Any, x: Any) -> list[Any]:
+        return [x[0] * m.one, x[1]]
+
+    eager = Does(act, one=nn.Buffer(torch.ones(1)))
+    model = served(eager, ([torch.ones(2), 3],), tmp_path, dynamic_shapes=([{}, Dim.DYNAMIC],))
+    assert model([np.ones(2, np.float32), (1 << 63) - 1])[1] == (1 << 63) - 1
+    for size in (1 << 63, 1 << 64):
+        with pytest.raises(InputMismatch, match=f"{size} is beyond the 64 bits"):
+            model([np.ones(2, np.float32), size])
+
+
 @pytest.mark.parametrize("has_last", [False, True])
 def test_means_of_bags(has_last: bool, tmp_path: Path) -> None:
     eager = nn.EmbeddingBag(8, 4, mode="mean", include_last_offset=has_last)
