@@ -333,6 +333,25 @@ def test_integers_of_more_than_64_bits_are_refused(tmp_path: Path) -> None:
             model([np.ones(2, np.float32), size])
 
 
+def test_means_of_scattered_elements(tmp_path: Path) -> None:
+    def act(m: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        x, ids = inputs
+        found = [m.three.scatter_reduce(0, ids, x, "mean", include_self=others) for others in (True, False)]
+        within = m.three.clone().scatter_reduce_(0, ids, x, reduce="mean")
+        whole = (m.three * 4).long().scatter_reduce(0, ids, (x * 9).long(), "mean")
+        return [*found, within, whole]
+
+    eager = Does(act, three=nn.Buffer(torch.randn(5, 4)))
+    x = [torch.randn(6, 4), torch.randint(0, 3, (6, 4))]
+    model = served(eager, (x,), tmp_path, dynamic_shapes=([{0: Dim("n", max=64)}] * 2,))
+    for size in (1, 6, 20):
+        x = [torch.randn(size, 4), torch.randint(0, 3, (size, 4))]
+        for found, expected in zip(model([each.numpy() for each in x]), eager(x), strict=True):
+            torch.testing.assert_close(torch.as_tensor(found), expected)
+    with pytest.raises(Exception, match="out of data bounds"):
+        model([x[0].numpy(), -x[1].numpy() - 1])
+
+
 @pytest.mark.parametrize("has_last", [False, True])
 def test_means_of_bags(has_last: bool, tmp_path: Path) -> None:
     eager = nn.EmbeddingBag(8, 4, mode="mean", include_last_offset=has_last)
