@@ -86,5 +86,6 @@ def replace(graph: Graph, node: Node, result: Node) -> None:
     if node.target._schema.is_mutable:
         node.target, node.args, node.kwargs = torch.ops.aten.copy_.default, (node.args[0], result), {}
     else:
+        result.meta = dict(node.meta)  # at which rewrites of what follows look
         node.replace_all_uses_with(result)
         graph.erase_node(node)

@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from weightswap_exporter.capture.archive import method_program
 from weightswap_exporter.capture.programs import mutated_buffers
+from weightswap_exporter.engines.onnx_pools import uses_places
 from weightswap_exporter.engines.onnx_rewrites import adapt
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.onnx_names import Names, element_of, onnx_names, output_dtypes
@@ -57,6 +58,7 @@ def onnx_graph(artifact: Artifact, name: str) -> bytes:
     _check_tables(artifact.manifest, method)
     _check_state(where, artifact)
     _check_empty(where, program)
+    _check_places(where, program)
     changed = mutated_buffers(program)
     _adapt(program)
     translated = _translate(where, program)
@@ -100,6 +102,17 @@ def _check_empty(where: str, program: ExportedProgram) -> None:
                 raise CaptureError(
                     f"{where}: {node.target} has a size that depends on values, such as x[mask]; where it is 0, ONNX "
                     "Runtime crashes. Use the engine 'torch'"
+                )
+
+
+def _check_places(where: str, program: ExportedProgram) -> None:
+    """Raise CaptureError for places of maxima that ONNX lacks, where torch's translation has those of the sample."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if uses_places(node):
+                raise CaptureError(
+                    f"{where}: ONNX has no places of maxima in pools of dynamic sizes ({node.target}). Use the engine "
+                    "'torch'"
                 )
 
 

@@ -17,6 +17,7 @@ from weightswap_exporter.engines.divisions import (
     replace,
 )
 from weightswap_exporter.engines.index_bounds import indices_of
+from weightswap_exporter.engines.onnx_pools import exact_pool, is_dynamic_pool
 
 # places in the arguments of operators: attention's mask; a norm's running mean, and whether it is in training mode
 _MASK = 3
@@ -35,24 +36,25 @@ _OFFSETS = {"aten::upsample_nearest": 0.0, "aten::_upsample_nearest_exact": 0.5}
 
 def adapt(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Rewrite a node that torch translates to something that computes otherwise, or ends the process."""
-    if _is_mean_bag(node):
-        _sum_and_divide(graph, node)
+    for has_means, divide in ((_is_mean_bag, _sum_and_divide), (_scatters_means, _scatter_sums_and_divide)):
+        if has_means(node):
+            divide(graph, node)
     if node.target is torch.ops.aten.view.default:
         # decomposed attention may have other strides than views were captured for; ONNX has none
         node.target = torch.ops.aten.reshape.default
     elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
         _plain_attention(graph, node)
-    elif _is_training_norm(node):
-        _decompose_norm(graph, node)
     elif node.target is operator.floordiv:
         _exact_division(graph, node)
     else:
         for applies, rewrite in (
+            (_is_training_norm, _decompose_norm),
             (_has_indices, _refuse_indices),
             (_rounds_integers, _exact_integers),
             (is_remainder_of_fractions, exact_remainder),
             (is_floor_of_fractions, exact_floor),
             (_is_nearest_to_size, _exact_nearest),
+            (is_dynamic_pool, exact_pool),
             (_orders_integers, _exact_order),
             (_is_angle, _exact_angle),
             (_has_mixed_bounds, _with_bounds_of_fractions),
@@ -74,6 +76,7 @@ def _plain_attention(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         node.replace_input_with(mask, _additive_mask(graph, node, mask))
     with graph.inserting_after(node):
         first = graph.call_function(operator.getitem, (node, 0))
+    first.meta = dict(node.meta)
     node.target = torch.ops.aten._scaled_dot_product_attention_math.default
     node.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
 
@@ -148,8 +151,36 @@ def _sum_and_divide(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             ends = call(aten.cat.default, ([ends, call(aten.slice.Tensor, (last, 0, 0, 1))],))
         sizes = call(aten.clamp.default, (call(aten.sub.Tensor, (ends, begins)), 1))
         divisor = call(aten.to.dtype, (call(aten.unsqueeze.default, (sizes, 1)), bags.meta["val"].dtype))
+    means.meta = dict(bags.meta)
     bags.replace_all_uses_with(means, delete_user_cb=lambda user: user is not means)
     means.args = (bags, divisor)
+
+
+def _scatters_means(node: torch.fx.Node) -> bool:
+    """Return whether the node is `scatter_reduce` with means, for which torch's translation takes the last elements."""
+    if node.target not in (torch.ops.aten.scatter_reduce.two, torch.ops.aten.scatter_reduce_.two):
+        return False
+    return any(argument.name == "reduce" and value == "mean" for argument, value in arguments(node))
+
+
+def _scatter_sums_and_divide(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Let the node scatter sums, and divide them by sums of ones, which are the numbers of elements."""
+    aten, call = torch.ops.aten, graph.call_function
+    given = {argument.name: value for argument, value in arguments(node)}
+    values, dim, indices, source = (given[name] for name in ("self", "dim", "index", "src"))
+    node.args = (values, dim, indices, source, "sum")
+    node.kwargs = {} if given["include_self"] is None else {"include_self": given["include_self"]}
+    assert isinstance(node.target, torch._ops.OpOverload)
+    in_place, is_float = node.target._schema.is_mutable, node.meta["val"].dtype.is_floating_point
+    divide = aten.div if is_float else aten.floor_divide
+    changing = aten.div_ if is_float else aten.floor_divide_
+    with graph.inserting_before(node):
+        ones = tuple(call(aten.ones_like.default, (each,)) for each in (values, source))
+        counts = call(aten.scatter_reduce.two, (ones[0], dim, indices, ones[1], "sum"), dict(node.kwargs))
+    with graph.inserting_after(node):
+        means = call(changing.Tensor if in_place else divide.Tensor if is_float else divide.default, (node, counts))
+    means.meta = dict(node.meta)
+    node.replace_all_uses_with(means, delete_user_cb=lambda user: user is not means)
 
 
 def _is_training_norm(node: torch.fx.Node) -> bool:
@@ -189,6 +220,7 @@ def _decompose_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
                 new = call(aten.reshape.default, call(aten.mean.dim, statistic, [0]), [-1])
                 step = call(aten.mul.Tensor, call(aten.sub.Tensor, new, running), momentum)
                 call(aten.copy_.default, running, call(aten.add.Tensor, running, step))
+    result.meta = dict(node.meta)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
@@ -292,6 +324,7 @@ def _exact_order(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         for user in [user for user in node.users if user.args[1] == 0]:  # the other one has the places
             with graph.inserting_before(user):
                 result = _extreme(graph, given["self"], given["dim"], name, keep=bool(given["keepdim"]))
+            result.meta = dict(user.meta)
             user.replace_all_uses_with(result)
             graph.erase_node(user)
         return

@@ -35,6 +35,7 @@ from .onnx_names import ELEMENTS, Names, dtype_of, element_of, graph_file, onnx_
 _CPU = "CPUExecutionProvider"
 _SILENT = 4  # logs of fatal errors alone
 _FILES = "session.model_external_initializers_file_folder_path"
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1  # integers that its graphs take
 _LOST: list[Any] = []  # sessions of a parent process, kept alive: ending one would wait for its threads
 DTYPE_NAMES: Mapping[np.dtype[Any], str] = {numpy_dtype(name): name for name in ELEMENTS}
 
@@ -324,10 +325,17 @@ class OnnxGraph:
         renew_in_children(self)
 
     def check_sizes(self, inputs: Sequence[Any]) -> None:
-        """Raise InputMismatch if a flat input is empty along a dynamic dimension.
+        """Raise InputMismatch if a flat input is empty along a dynamic dimension, or an integer of more than 64 bits.
 
         Some of ONNX Runtime's operators (LSTM, rotary embeddings) would end the process.
         """
+        wide = [
+            f"{leaf.name}: {value} is beyond the 64 bits of the engine 'onnx'"
+            for leaf, value in zip(self.inputs, inputs, strict=True)
+            if isinstance(leaf, Integer) and not _LEAST <= value <= _MOST
+        ]
+        if wide:
+            raise InputMismatch(self._method, wide)
         empty = [name for index, name in self._dynamic if 0 in inputs[index].shape]
         if empty:
             raise InputMismatch(

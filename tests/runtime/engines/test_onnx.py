@@ -25,7 +25,7 @@ from tests.support.sessions import bound_of
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_exporter.engines.compiling import with_files
 from weightswap_exporter.parity import compare
-from weightswap_runtime import Artifact, ArtifactError, InputMismatch, Model, Unsupported, load
+from weightswap_runtime import Artifact, ArtifactError, CaptureError, InputMismatch, Model, Unsupported, load
 from weightswap_runtime.engines.choosing import choose_engine
 from weightswap_runtime.format.manifest import encode_manifest
 
@@ -275,6 +275,81 @@ def test_the_nearest_elements_are_those_of_eager(tmp_path: Path) -> None:
         given = inputs(size)
         for found, expected in zip(model([each.numpy() for each in given]), eager(given), strict=True):
             np.testing.assert_array_equal(found, expected.numpy(), err_msg=str(size))
+
+
+def test_pools_of_dynamic_sizes_are_those_of_eager(tmp_path: Path) -> None:
+    def act(m: Any, inputs: Any) -> list[torch.Tensor]:
+        x, pool = inputs[0], nn.functional
+        averages = [pool.adaptive_avg_pool2d(x, size) for size in ((3, 2), (1, 5), (None, 4), (x.shape[3], 7))]
+        averages += [pool.adaptive_avg_pool1d(x[0], 5), pool.adaptive_avg_pool3d(x[None], (2, 3, 1))]
+        maxima = [pool.adaptive_max_pool2d(x, size) for size in ((3, 2), (4, 1))]
+        maxima += [pool.adaptive_max_pool1d(x[0], 3), pool.adaptive_max_pool2d(averages[3] * 2, (3, 5))]
+        areas = [pool.interpolate(x, size=size, mode="area") for size in ((4, 9), (x.shape[3] + 1, x.shape[2] + 2))]
+        return [*averages, *maxima, *areas, pool.adaptive_avg_pool2d(x.half(), (2, 3)) * m.one]
+
+    eager = Does(act, one=nn.Buffer(torch.ones(1, dtype=torch.float16)))
+    sizes = {2: Dim("height", min=2, max=64), 3: Dim("width", max=64)}
+    model = served(eager, ([torch.rand(2, 3, 6, 8)],), tmp_path, dynamic_shapes=([sizes],))
+    for height, width in ((6, 8), (2, 2), (2, 5), (3, 7), (5, 2), (7, 64), (13, 12), (64, 33)):
+        x = torch.rand(2, 3, height, width)
+        for found, expected in zip(model([x.numpy()]), eager([x]), strict=True):
+            tolerance = 1e-3 if expected.dtype == torch.float16 else 1e-6
+            torch.testing.assert_close(torch.as_tensor(found), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_places_of_maxima_in_pools_of_dynamic_sizes_are_refused(tmp_path: Path) -> None:
+    def act(m: Any, inputs: Any) -> list[torch.Tensor]:
+        return list(nn.functional.adaptive_max_pool2d(inputs[0] * m.one, 2, return_indices=True))
+
+    eager = Does(act, one=nn.Buffer(torch.ones(1)))
+    with pytest.raises(CaptureError, match="no places of maxima in pools of dynamic sizes"):
+        served(eager, ([torch.rand(1, 2, 6, 6)],), tmp_path, dynamic_shapes=([{2: Dim("n", min=2, max=64)}],))
+
+
+def test_an_operator_after_one_that_is_rewritten_is_rewritten_too(tmp_path: Path) -> None:
+    def act(m: Any, x: list[torch.Tensor]) -> list[torch.Tensor]:
+        floor = torch.div(x[0], m.three, rounding_mode="floor")
+        least, (most, _) = floor.amin(1), floor.max(1)
+        attended = nn.functional.scaled_dot_product_attention(x[1], x[1], x[1])
+        angle = torch.atan2(x[1], x[1].flip(1)).remainder(1.0)
+        return [least, most.sign(), torch.fmod(floor, 2).clamp(min=-1), angle // 0.25, attended % 0.5]
+
+    eager = Does(act, three=nn.Buffer(torch.tensor(3)))
+    x = [torch.randint(-50, 50, (4, 3)), torch.randn(2, 4, 3)]
+    model = served(eager, (x,), tmp_path)
+    for found, expected in zip(model([each.numpy() for each in x]), eager(x), strict=True):
+        torch.testing.assert_close(torch.as_tensor(found), expected)
+
+
+def test_integers_of_more_than_64_bits_are_refused(tmp_path: Path) -> None:
+    def act(m: Any, x: Any) -> list[Any]:
+        return [x[0] * m.one, x[1]]
+
+    eager = Does(act, one=nn.Buffer(torch.ones(1)))
+    model = served(eager, ([torch.ones(2), 3],), tmp_path, dynamic_shapes=([{}, Dim.DYNAMIC],))
+    assert model([np.ones(2, np.float32), (1 << 63) - 1])[1] == (1 << 63) - 1
+    for size in (1 << 63, 1 << 64):
+        with pytest.raises(InputMismatch, match=f"{size} is beyond the 64 bits"):
+            model([np.ones(2, np.float32), size])
+
+
+def test_means_of_scattered_elements(tmp_path: Path) -> None:
+    def act(m: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        x, ids = inputs
+        found = [m.three.scatter_reduce(0, ids, x, "mean", include_self=others) for others in (True, False)]
+        within = m.three.clone().scatter_reduce_(0, ids, x, reduce="mean")
+        whole = (m.three * 4).long().scatter_reduce(0, ids, (x * 9).long(), "mean")
+        return [*found, within, whole]
+
+    eager = Does(act, three=nn.Buffer(torch.randn(5, 4)))
+    x = [torch.randn(6, 4), torch.randint(0, 3, (6, 4))]
+    model = served(eager, (x,), tmp_path, dynamic_shapes=([{0: Dim("n", max=64)}] * 2,))
+    for size in (1, 6, 20):
+        x = [torch.randn(size, 4), torch.randint(0, 3, (size, 4))]
+        for found, expected in zip(model([each.numpy() for each in x]), eager(x), strict=True):
+            torch.testing.assert_close(torch.as_tensor(found), expected)
+    with pytest.raises(Exception, match="out of data bounds"):
+        model([x[0].numpy(), -x[1].numpy() - 1])
 
 
 @pytest.mark.parametrize("has_last", [False, True])
