@@ -309,6 +309,7 @@ class OnnxGraph:
             for index, leaf in enumerate(self.inputs)
             if isinstance(leaf, Tensor) and any(isinstance(size, str) for size in leaf.shape)
         ]
+        self._integers = [(index, leaf.name) for index, leaf in enumerate(self.inputs) if isinstance(leaf, Integer)]
         inputs = {item.name: item for item in self.session.get_inputs()}
         self.tensors = tuple(name for name in self.names.tensors if name in inputs)
         outputs = self.session.get_outputs()
@@ -329,13 +330,10 @@ class OnnxGraph:
 
         Some of ONNX Runtime's operators (LSTM, rotary embeddings) would end the process.
         """
-        wide = [
-            f"{leaf.name}: {value} is beyond the 64 bits of the engine 'onnx'"
-            for leaf, value in zip(self.inputs, inputs, strict=True)
-            if isinstance(leaf, Integer) and not _LEAST <= value <= _MOST
-        ]
+        wide = [(name, inputs[index]) for index, name in self._integers if not _LEAST <= inputs[index] <= _MOST]
         if wide:
-            raise InputMismatch(self._method, wide)
+            problems = [f"{name}: {value} is beyond the 64 bits of the engine 'onnx'" for name, value in wide]
+            raise InputMismatch(self._method, problems)
         empty = [name for index, name in self._dynamic if 0 in inputs[index].shape]
         if empty:
             raise InputMismatch(
