@@ -23,6 +23,7 @@ from tests.support.served import ask, connect, occupied, serving
 from tests.support.watched import eventually
 from weightswap_exporter import export_decoder, pack
 from weightswap_runtime import Context, Model, load
+from weightswap_runtime.live import gate
 from weightswap_runtime.model.served import holds_calls
 from weightswap_server import Server
 
@@ -126,19 +127,22 @@ def test_streams_begin_after_a_commit_that_waits_for_others(
     files: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, over_grpc: bool
 ) -> None:
     """In single residency. All are in one thread, which may call while it has a pin, so that none would ever wait."""
-    model, run, begun = load(files[0], files[1], residency="single"), Context.run, Event()
+    model, run, begun, held = load(files[0], files[1], residency="single"), Context.run, Event(), Event()
 
     def slow(*args: Any) -> Any:
         begun.set()
+        assert held.wait(120)
         time.sleep(0.01)
         return run(*args)
 
     monkeypatch.setattr(Context, "run", slow)
+    monkeypatch.setattr(gate, "PATIENCE", 600)  # else a commit lets calls in beside a long stream
     with serving({"llama": model}, grpc_port=0) as server, ThreadPoolExecutor() as pool:
         first = pool.submit(ask, server, STREAM, asked(max_tokens=40))
         assert begun.wait(120)
         swapped = pool.submit(model.swap, files[2])
         assert eventually(lambda: holds_calls(model))
+        held.set()
         if over_grpc:
             found = streamed(server, np.array(PROMPT), max_tokens=3)
             generations = {piece.get_response().parameters["generation"].int64_param for piece in found}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Awaitable, Generator
@@ -119,19 +120,20 @@ def test_a_task_that_is_cancelled_ends_its_staging(tiny: TinyArtifact, weight_fi
 def test_a_task_that_is_cancelled_as_its_weights_are_staged_keeps_none(
     tiny: TinyArtifact, weight_file: WriteWeights, times: int
 ) -> None:
-    model = load(tiny.path, weight_file(0))
+    model, cancelled = load(tiny.path, weight_file(0)), threading.Event()
 
     async def work() -> None:
         loop = asyncio.get_running_loop()
 
         def cancel() -> None:
             for number in range(times):
-                loop.call_later(0.05 * number, task.cancel)
+                loop.call_later(0.02 * number, task.cancel)
+            loop.call_later(0.02 * times, cancelled.set)
 
         def late(event: Event) -> None:
-            if event.kind == "staged":
+            if event.kind == "staged":  # nothing asks afterwards whether it was cancelled
                 loop.call_soon_threadsafe(cancel)
-                time.sleep(0.3)  # nothing asks again whether it was cancelled
+                assert cancelled.wait(120)
 
         task = asyncio.ensure_future(staged())
         model.listen(late)
