@@ -203,6 +203,8 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "place": (lambda y: y + torch.arange(y.shape[0])[:, None], False),
     "size": (lambda y: y / y.shape[0], False),
     "order": (lambda y: y.sort(0)[0], False),
+    "a hundredth": (lambda y: y + 0.01 * y.mean(0), False),
+    "a small column": (lambda y: torch.cat([y - y.mean(0), y[:, :1] * 1e3], 1), False),
     "each": (lambda y: y.softmax(1), True),
     "half": (lambda y: y.bfloat16().cumsum(1).float(), True),
     "truths": (lambda y: y > 0, True),
