@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,7 @@ _OF_VALUES = re.compile(
 _JAGGED = {f"torchrec.sparse.jagged_tensor.{name}" for name in ("JaggedTensor", "KeyedJaggedTensor")}
 _MOST_TRIED = 4096  # rows of a batch, for which conditions of a graph are tried
 _NOISE = 0.05  # of the largest value: half-precision numbers that were summed in another order differ by less
+_NOISE_BESIDE, _LAST_BITS = 1e-3, 1e-6  # of the largest value of a column, and of all
 _Draw = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 Flat = Sequence[Any]  # a method's flat inputs: TensorBytes, ints and literals, in the graph's order
 Outputs = Sequence[tuple[str, TensorBytes]]
@@ -204,32 +206,39 @@ class ServedMethod:
         most = self.signature.dims[count].max
         return _Join(places[lengths.name], tuple(places[leaf.name] for leaf in values), keys, count, most)
 
-    def mixed_output(self, caller: Caller, limit: int) -> str | None:
+    def mixed_output(self, caller: Caller, limit: int, choice: Choice | None = None) -> str | None:
         """Return an output whose rows depend on the other rows of a batch, of which at most `limit` are tried.
 
         None if random inputs show no such output, or that outputs are random, too. Raises what calls raise.
         """
         try:
-            return self._mixed_output(caller, limit, ids=2)
+            return self._mixed_output(caller, limit, choice, ids=2)
         except InputMismatch:
-            return self._mixed_output(caller, limit, ids=1)  # a table may have one row
+            return self._mixed_output(caller, limit, choice, ids=1)  # a table may have one row
 
-    def _mixed_output(self, caller: Caller, limit: int, ids: int) -> str | None:
+    def _mixed_output(self, caller: Caller, limit: int, choice: Choice | None, ids: int) -> str | None:
         draw = _drawing(ids)
         least = max(1, self.signature.dims[self._batch_dim].min)
         # of different sizes, also where torch has captured a graph for two rows or more
         sizes = (least, least + 1 if least < limit - least else least)
-        calls = [flat for rows in sizes if (flat := self.sample(draw, rows))]
-        if len(calls) < 2 or sum(map(self.rows, calls)) > limit:
+        calls = [flat for rows in (*sizes, *sizes) if (flat := self.sample(draw, rows))]
+        if len(calls) < 4 or sum(map(self.rows, calls[:2])) > limit:
             return None
-        first, again, second = (self.call(caller, flat) for flat in (calls[0], calls[0], calls[1]))
-        if any(_differ([one], other) for (_, one), (_, other) in zip(first, again, strict=True)):
+        first, second, *others = calls
+        one, again, other = (self.call(caller, flat, choice) for flat in (first, first, second))
+        if any(_differ([left], right) for (_, left), (_, right) in zip(one, again, strict=True)):
             return None
-        together = self.call(caller, self.joined(calls))
-        apart = zip(first, second, strict=True)
-        for (name, content), ((_, one), (_, other)) in zip(together, apart, strict=True):
-            if _differ([one, other], content):
+        together = self.call(caller, self.joined([first, second]), choice)
+        rows = [self.rows(first), self.rows(second)]
+        for (name, content), (_, left), (_, right) in zip(together, one, other, strict=True):
+            if _differ([left, right], content):
                 return name
+        # in batches of one size the same rows have the same bits, so that much less than that shows a dependence
+        for place, flats in enumerate(([first, others[1]], [others[0], second])):
+            beside = split(self.call(caller, self.joined(flats), choice), rows)[place]
+            for (name, content), (_, changed) in zip(split(together, rows)[place], beside, strict=True):
+                if _differ_beside(content, changed):
+                    return name
         return None
 
     def rows(self, flat: Flat) -> int:
@@ -409,6 +418,29 @@ def _differ(parts: Sequence[TensorBytes], whole: TensorBytes) -> bool:
     magnitudes = np.abs(np.concatenate([one, other]))
     largest = np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0)
     return not np.allclose(one, other, rtol=0.0, atol=_NOISE * largest, equal_nan=True)
+
+
+def _differ_beside(one: TensorBytes, other: TensorBytes) -> bool:
+    """Return whether the same rows differ in two batches of one size. Each column counts by itself, since numbers of
+    one may be far smaller than another's; a graph that sorts rows by their values may round them differently."""
+    if one.data == other.data:
+        return False
+    left, right = (as_float64(each).reshape(one.shape) for each in (one, other))
+    magnitudes = np.maximum(*(np.where(np.isfinite(each), np.abs(each), 0.0) for each in (left, right)))
+    noise = _NOISE_BESIDE * magnitudes.max(axis=0, initial=0.0) + _LAST_BITS * magnitudes.max(initial=0.0)
+    return not np.allclose(left, right, rtol=0.0, atol=noise, equal_nan=True)
+
+
+def split(outputs: Outputs, rows: Sequence[int]) -> list[Outputs]:
+    """Split the outputs of a batch into those of its calls, by their numbers of rows. They share its memory."""
+    parts = zip(accumulate(rows), rows, strict=True)
+    return [[(name, _rows(content, end - count, count)) for name, content in outputs] for end, count in parts]
+
+
+def _rows(content: TensorBytes, begin: int, count: int) -> TensorBytes:
+    size = content.nbytes // max(1, content.shape[0])
+    data = content.data[begin * size : (begin + count) * size]
+    return TensorBytes(content.dtype, (count, *content.shape[1:]), data)
 
 
 def _zeros(leaf: Tensor, sizes: Mapping[str, int], filled: Mapping[int | slice, int] | None = None) -> TensorBytes:

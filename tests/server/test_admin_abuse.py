@@ -448,8 +448,9 @@ def test_denied_calls_are_in_the_audit_log(server: Server, folder: Path, monkeyp
     assert (folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("restarted", [False, True])
 def test_a_line_that_a_full_disk_cut_off_does_not_swallow_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    restarted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "audit.jsonl"
     audit = AuditLog(str(path))
@@ -458,6 +459,8 @@ def test_a_line_that_a_full_disk_cut_off_does_not_swallow_the_next(
         patch.setattr(os, "write", lambda fd, line: write(fd, line[:20]))
         with pytest.raises(NotReady):
             audit.begin(call="lost")
+    if restarted:
+        audit = AuditLog(str(path))
     audit.begin(call="first")
     audit.begin(call="second")
     torn, *lines = path.read_text().splitlines()

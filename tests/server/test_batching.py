@@ -20,9 +20,11 @@ from torch.export import Dim
 from tests.support.exported import exported
 from tests.support.served import as_json, ask, before_calls, expected, occupied, serving
 from tests.support.tiny import WriteWeights
+from weightswap_exporter import pack
 from weightswap_runtime import InputMismatch, Model, Unsupported
 from weightswap_runtime.tensors import TensorBytes, array_content, as_array
 from weightswap_server import ServedMethod, Server
+from weightswap_server.canary import CanaryPlan
 from weightswap_server.errors import Overloaded
 from weightswap_server.protocol import Answer
 from weightswap_server.service import batching
@@ -203,6 +205,8 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "place": (lambda y: y + torch.arange(y.shape[0])[:, None], False),
     "size": (lambda y: y / y.shape[0], False),
     "order": (lambda y: y.sort(0)[0], False),
+    "a hundredth": (lambda y: y + 0.01 * y.mean(0), False),
+    "a small column": (lambda y: torch.cat([y - y.mean(0), y[:, :1] * 1e3], 1), False),
     "each": (lambda y: y.softmax(1), True),
     "half": (lambda y: y.bfloat16().cumsum(1).float(), True),
     "truths": (lambda y: y > 0, True),
@@ -228,6 +232,48 @@ def test_rows_that_depend_on_those_of_others_are_not_put_together(
             if way != "random":
                 wanted = eager(torch.from_numpy(value)).detach().numpy()
                 np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+class Gated(nn.Module):
+    """A layer, and a part that depends on all rows, whose factor is 0 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(3, 2), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.gate * x.mean()
+
+
+@pytest.mark.parametrize("by_canary", [False, True])
+def test_rows_that_depend_on_others_with_later_weights_alone_are_not_put_together(
+    by_canary: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager = Gated().eval()
+    model = exported(eager, (torch.randn(4, 3),), tmp_path, dynamic_shapes={"x": {0: Dim("batch", max=64)}})
+    with torch.no_grad():
+        eager.gate += 1
+    later = pack(eager, model.artifact.path, out=tmp_path / "later.safetensors").path
+    with serving({"tiny": model}, max_batch=8) as server:
+        values = [rows(2), rows(3)]
+        seen = sizes_of_calls(monkeypatch)
+        submit(server, values)[1].result(120)
+        assert seen == [5]
+        with model.stage(later) as staged:
+            if by_canary:
+                server.service.served[0].start_canary(staged, CanaryPlan(share=1.0))
+            else:
+                staged.commit()
+            answers = [answer.result(120) for answer in submit(server, values)]
+            assert {answer.weights_id for answer in answers} == {staged.weights_id}
+            for value, answer in zip(values, answers, strict=True):
+                wanted = eager(torch.from_numpy(value)).detach().numpy()
+                np.testing.assert_allclose(as_array(answer.outputs[0][1]), wanted, rtol=1e-5, atol=1e-5)
+            server.service.served[0].end_canary()
+        assert "rows of the output output depend on the other rows" in caplog.text
+        seen.clear()
+        submit(server, values)[1].result(120)
+        assert seen == [2, 3]
 
 
 def test_ids_of_a_table_with_one_row_are_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ class AuditLog:
             self._append(b"")
         except OSError as error:
             raise Unsupported(f"--audit-log {path}: cannot be written ({error})") from error
+        self._is_torn = path is not None and _ends_early(path)  # by an earlier process
 
     def begin(self, **fields: Any) -> str:
         """Log the begin of a call, and return its number. Raises NotReady if the log cannot be written."""
@@ -83,6 +85,18 @@ class AuditLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(fd)
+
+
+def _ends_early(path: str) -> bool:
+    """Return whether the last line of a file has no end. False for what is no file, or cannot be read."""
+    if not Path(path).is_file():  # opening a pipe would wait for its other end
+        return False
+    try:
+        with Path(path).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            return file.read(1) not in (b"", b"\n")
+    except OSError:
+        return False
 
 
 T = TypeVar("T")

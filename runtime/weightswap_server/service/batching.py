@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
-from itertools import accumulate
 from threading import Condition, Thread
 from typing import Any
 
@@ -20,7 +19,7 @@ from weightswap_runtime.model.served import ServedModel, choice_of
 from weightswap_runtime.tensors import TensorBytes
 from weightswap_server.canary import Canary
 from weightswap_server.errors import NotInJson, NotReady, Overloaded, UnknownModel, is_foreseen
-from weightswap_server.methods import Flat, Outputs, ServedMethod
+from weightswap_server.methods import Flat, ServedMethod, split
 from weightswap_server.protocol import Answer, json_problem, write_variants
 
 # seconds: a call that takes no longer may run in the thread that received the request, whose other connections wait
@@ -30,6 +29,8 @@ _TOLERATED, _MAX_OWED = 4, 1000
 
 CallSoon = Callable[[Callable[[], None]], object]
 Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer, its start time, the batch's size
+MayJoin = Callable[[Caller, ServedMethod, int, Choice | None], bool]  # the weights, a method, the most rows, variants
+_MOST_TRIED = 256  # sets of weights, with their variants, of which is known whether calls may be joined
 
 
 class Call:
@@ -84,10 +85,15 @@ class ModelThread:
     """The thread that calls one model. It is only one, as each calling thread has an OpenMP pool of its own; calls that
     are too quick for a pool may run in the event loop's thread."""
 
-    def __init__(self, model: ServedModel, *, max_queue: int, max_delay: float, observe: Observe) -> None:
-        self._model = model
+    def __init__(
+        self, model: ServedModel, *, max_queue: int, max_delay: float, observe: Observe, may_join: MayJoin
+    ) -> None:
+        """may_join: tries whether the rows of a batch are independent."""
+        self._model, self._may_join = model, may_join
         self._max_queue, self._max_delay, self._observe = max_queue, max_delay, observe
         self.limits: dict[ServedMethod, int] = {}  # the most rows of a batch, by batched method
+        self._joinable: set[Hashable] = set()  # methods with the weights and variants for which that was tried
+        self._seconds_tried = 0.0  # that took, which says nothing about calls
         self._queue: deque[Call | Task] = deque()
         self._changed = Condition()
         self._busy = self._stopped = False
@@ -108,6 +114,28 @@ class ModelThread:
         call = Call(method, flat)
         self._run_calls([call])
         self._learn(method, call.nbytes, time.perf_counter() - began)
+
+    def try_joining(self, caller: Caller, method: ServedMethod, choice: Choice | None, weights_id: str) -> bool:
+        """Return whether calls of a method may be joined, with these weights. If not, they never are from now on.
+
+        It is tried once for all weights: some hide what later ones show, such as a factor that is 0 at first.
+        """
+        if (limit := self.limits.get(method)) is None:
+            return False
+        key = method, weights_id, frozenset(choice.ids.items()) if choice is not None else None
+        if key in self._joinable:
+            return True
+        began = time.perf_counter()
+        may_join = self._may_join(caller, method, limit, choice)
+        self._seconds_tried += time.perf_counter() - began
+        if not may_join:
+            with self._changed:
+                self.limits.pop(method, None)
+            return False
+        if len(self._joinable) >= _MOST_TRIED:
+            self._joinable.clear()
+        self._joinable.add(key)
+        return True
 
     def submit(self, work: Call | Task, call_soon: CallSoon | None = None) -> None:
         """Queue a call or a task. call_soon: that of an event loop, whose thread may run quick batches itself.
@@ -228,7 +256,7 @@ class ModelThread:
 
     def _answers(self, calls: list[Call]) -> list[Answer]:
         """Answer calls of one kind by one call. Raises its error; if a canary fails, the served weights answer."""
-        began = time.perf_counter()
+        began, tried = time.perf_counter(), self._seconds_tried
         try:
             answers = self._run_calls(calls)
         except BaseException as error:
@@ -238,7 +266,8 @@ class ModelThread:
             for call in calls:
                 call.canary = None
             return self._answers_of_served(calls, canary, error)
-        self._learn(calls[0].method, sum([call.nbytes for call in calls]), time.perf_counter() - began)
+        seconds = time.perf_counter() - began - (self._seconds_tried - tried)
+        self._learn(calls[0].method, sum([call.nbytes for call in calls]), seconds)
         for call, answer in zip(calls, answers, strict=True):
             self._observe(call, answer, began, len(calls))
         return answers
@@ -261,14 +290,26 @@ class ModelThread:
     def _run_calls(self, calls: list[Call]) -> list[Answer]:
         choice = choice_of(self._model, calls[0].variants) if calls[0].variants else None
         if (canary := calls[0].canary) is not None:
-            answers = _call(canary.staged, calls, choice, None, canary.weights_id)
+            answers = self._call(canary.staged, calls, choice, None, canary.weights_id)
             if problem := _json_problem(calls, answers):
                 raise NotInJson(problem)  # which its client shall not see
             return answers
         with self._model.pin() as pinned:
             if calls[0].version not in ("", str(pinned.generation)):
                 raise UnknownModel(f"version {calls[0].version}: only generation {pinned.generation} is served")
-            return _call(pinned, calls, choice, pinned.generation, pinned.weights_id)
+            return self._call(pinned, calls, choice, pinned.generation, pinned.weights_id)
+
+    def _call(
+        self, caller: Caller, calls: Sequence[Call], choice: Choice | None, generation: int | None, weights_id: str
+    ) -> list[Answer]:
+        """Answer calls of one kind by one call of the method, or each by itself if they may not be joined."""
+        method, variant = calls[0].method, write_variants(choice.ids) if choice is not None else ""
+        if len(calls) > 1 and self.try_joining(caller, method, choice, weights_id):
+            outputs = method.call(caller, method.joined([call.flat for call in calls]), choice)
+            parts = split(outputs, [call.rows for call in calls])
+        else:
+            parts = [method.call(caller, call.flat, choice) for call in calls]
+        return [Answer(part, generation, weights_id, variant) for part in parts]
 
     def _learn(self, method: ServedMethod, nbytes: int, seconds: float) -> None:
         """Update the input size up to which calls are quick. A little excess time is taken for noise. More of it lowers
@@ -280,18 +321,6 @@ class ModelThread:
             self._quick[method] = max(known, nbytes)
         elif seconds >= QUICK and owed > _TOLERATED * QUICK:
             self._quick[method] = min(known, nbytes - 1)
-
-
-def _call(
-    pinned: Caller, calls: Sequence[Call], choice: Choice | None, generation: int | None, weights_id: str
-) -> list[Answer]:
-    """Answer calls of one kind by one call of the method."""
-    method, variant = calls[0].method, write_variants(choice.ids) if choice is not None else ""
-    if len(calls) == 1:
-        return [Answer(method.call(pinned, calls[0].flat, choice), generation, weights_id, variant)]
-    outputs = method.call(pinned, method.joined([call.flat for call in calls]), choice)
-    parts = split(outputs, [call.rows for call in calls])
-    return [Answer(part, generation, weights_id, variant) for part in parts]
 
 
 def _json_problem(calls: Sequence[Call], answers: Sequence[Answer]) -> str:
@@ -311,15 +340,3 @@ def _do(task: Task) -> None:
 
 def _tensors(flat: Flat) -> list[TensorBytes]:
     return [value for value in flat if isinstance(value, TensorBytes)]
-
-
-def split(outputs: Outputs, rows: Sequence[int]) -> list[Outputs]:
-    """Split the outputs of a batch into those of its calls, by their numbers of rows. They share its memory."""
-    parts = zip(accumulate(rows), rows, strict=True)
-    return [[(name, _rows(content, end - count, count)) for name, content in outputs] for end, count in parts]
-
-
-def _rows(content: TensorBytes, begin: int, count: int) -> TensorBytes:
-    size = content.nbytes // max(1, content.shape[0])
-    data = content.data[begin * size : (begin + count) * size]
-    return TensorBytes(content.dtype, (count, *content.shape[1:]), data)

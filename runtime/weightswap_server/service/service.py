@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightswap_runtime import __version__
 from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.live.calls import Caller
 from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.live.variants import Choice
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.model.served import ServedModel, choice_of
 from weightswap_runtime.tensors import TensorBytes
@@ -336,7 +338,11 @@ class Served:
         self.generates = model.artifact.manifest.generation is not None
         self.methods = {} if self.generates else _methods(name, model)
         self.thread = ModelThread(
-            model, max_queue=settings.max_queue, max_delay=settings.max_delay, observe=self._observe
+            model,
+            max_queue=settings.max_queue,
+            max_delay=settings.max_delay,
+            observe=self._observe,
+            may_join=self._may_join,
         )
         self._metrics, self._traces = metrics, traces
         self.canary: Canary | None = None
@@ -443,19 +449,19 @@ class Served:
             self.thread.try_out(method, sample)
         if limit := self.thread.limits.get(method):
             self.thread.try_out(method, method.joined([sample] * (limit // method.rows(sample))))
-            self._check_rows(method, limit)
-
-    def _check_rows(self, method: ServedMethod, limit: int) -> None:
-        """Do not batch a method whose answers depend on the other rows of a batch, which are others' requests."""
-        try:
             with self.model.pin() as pinned:
-                mixed = method.mixed_output(pinned, limit)
+                self.thread.try_joining(pinned, method, None, pinned.weights_id)
+
+    def _may_join(self, caller: Caller, method: ServedMethod, limit: int, choice: Choice | None) -> bool:
+        """Return False for a method whose answers depend on the other rows of a batch, which are others' requests."""
+        try:
+            mixed = method.mixed_output(caller, limit, choice)
         except Exception as error:
             log.info("%s: whether the rows of a batch are independent was not found out: %s", self.name, error)
-        else:
-            if mixed is not None:
-                del self.thread.limits[method]
-                log.warning("%s: not batched: rows of the output %s depend on the other rows", self.name, mixed)
+            return True
+        if mixed is not None:
+            log.warning("%s: not batched: rows of the output %s depend on the other rows", self.name, mixed)
+        return mixed is None
 
 
 def _methods(name: str, model: ServedModel) -> dict[str, ServedMethod]:
