@@ -679,6 +679,27 @@ def test_staged_weights_are_tried_before_their_commit(files: Files, recorded: tu
     together(files, work)
 
 
+@pytest.mark.parametrize("other", [X + 1, X[:1].clone()], ids=["values", "shape"])
+def test_goldens_of_other_inputs_on_one_rank_are_refused_before_they_run(
+    other: torch.Tensor, residency: str, files: Files, tmp_path: Path
+) -> None:
+    """Ranks would compute together on inputs that do not belong together, of which gloo ends the process."""
+    paths = [write_set(tmp_path / f"{number}.safetensors", 2) for number in range(2)]
+    for path, x in zip(paths, (X, other), strict=True):
+        write_goldens(path, 2, 2, x)
+
+    def work(model: Model, ranks: Ranks) -> None:
+        with model.stage(paths[ranks.rank]) as staged:
+            for use in (staged.try_on_ranks, staged.commit):
+                error = caught(use)
+                assert isinstance(error, RanksRefused)
+                assert all(reason.startswith("trials 1 (") for reason in error.reasons.values())
+        assert serves(model, 1)
+        assert model.swap(paths[1]).verified == "goldens"
+
+    together(files, work, residency=residency)
+
+
 def test_weights_of_one_process_are_not_tried_on_ranks(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     staged = load(tiny.path).stage(weight_file(1))
     with pytest.raises(Unsupported, match="for a model on several ranks"):
