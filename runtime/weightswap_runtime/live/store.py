@@ -161,6 +161,8 @@ class WeightStore:
                 self.gate.close()
                 self._residency = Ended(self._residency.name)
                 self.trees.clear()
+                if self.ranks is not None:
+                    self.ranks.leave(self)
 
     def leave(self, member_id: int) -> None:
         """Free the graphs, state and goldens of a member that no model, pin or staging can call any more."""

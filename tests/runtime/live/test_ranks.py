@@ -557,6 +557,22 @@ def test_a_rollback_does_not_wait_for_a_staging(files: Files) -> None:
     together(files, work)
 
 
+def test_ranks_can_be_used_again_after_a_refused_load_and_a_close(files: Files) -> None:
+    """Also by a rank that still has the error, or the model."""
+
+    def run(ranks: Ranks) -> bool:
+        error = caught(lambda: load(files.artifact, files.damaged if ranks.rank else files.sets[2], ranks=ranks))
+        assert "DigestMismatch" in str(error)
+        with load(files.artifact, files.sets[1], ranks=ranks) as first:
+            assert serves(first, 1)
+        with load(files.artifact, files.sets[2], ranks=ranks) as second:
+            first.close()
+            assert "another model has them" in str(caught(lambda: load(files.artifact, ranks=ranks)))
+            return serves(second, 2)
+
+    assert on_ranks(2, run) == [True, True]
+
+
 def test_ranks_are_of_one_model(files: Files) -> None:
     def work(model: Model, ranks: Ranks) -> None:
         error = caught(lambda: load(files.artifact, ranks=ranks))
