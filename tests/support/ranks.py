@@ -164,12 +164,12 @@ def on_ranks(size: int, work: Callable[[Ranks], T], *, timeout: float = 20.0) ->
         return list(pool.map(run, range(size)))
 
 
-def write_goldens(weights: Path, seed: int, outputs_of: int) -> None:
-    """Write recorded calls beside a file of the weights `seed`: the outputs are those of the weights `outputs_of`."""
+def write_goldens(weights: Path, seed: int, outputs_of: int, x: torch.Tensor = X) -> None:
+    """Write a recorded call beside a file of the weights `seed`: the outputs are those of the weights `outputs_of`."""
     with WeightFile(weights) as file:
         assert file.stamp is not None
         weights_id = file.stamp.weights_id
-    recorded = {"x": X, "y": whole(values(outputs_of), X), "marks": torch.full((2,), float(seed))}
+    recorded = {"x": x, "y": whole(values(outputs_of), x), "marks": torch.full((2,), float(seed))}
     raw = encode_goldens(
         [Case("forward", ("x",), ("y", "marks"))],
         {name: tensor_content(value) for name, value in recorded.items()},

@@ -101,6 +101,15 @@ class Goldens(NamedTuple):
     def cases(self) -> tuple[Case, ...]:
         return self.record.cases
 
+    def calls(self) -> Iterator[str]:
+        """Yield what each case calls: its method and its inputs, with the digests of tensors, whatever their names."""
+        for case in self.cases:
+            inputs = [
+                f"{describe(self.tensors[value])} {self.record.digests[value]}" if isinstance(value, str) else value
+                for value in case.inputs
+            ]
+            yield f"{case.method} {inputs}\n"
+
 
 def open_goldens(path: str | os.PathLike[str], manifest: Manifest) -> Goldens:
     """Read a goldens file and check it against a manifest: digests, methods, dtypes, shapes.

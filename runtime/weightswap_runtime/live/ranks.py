@@ -84,8 +84,13 @@ class Ranks:
             raise Unsupported("ranks: another model has them; make a group of its own for each model")
 
     def serve(self, user: object) -> None:
-        """Note that something uses the ranks, until it is dropped."""
+        """Note that something uses the ranks, until it leaves them or is dropped."""
         self._user = weakref.ref(user)
+
+    def leave(self, user: object) -> None:
+        """Note that something uses the ranks no more, though an error or its owner may still refer to it."""
+        if self._user is not None and self._user() is user:
+            self._user = None
 
     @contextmanager
     def turn(self, step: str) -> Iterator[None]:

@@ -70,7 +70,7 @@ class StagedWeights:
     build: Callable[[Job], Session] | None = None  # for a patch: makes its session
     # what is still to be tried, by all ranks together, before a commit; None if nothing is
     try_on_ranks: Callable[[], None] | None = None
-    trials: int = 0
+    trials: str = ""  # what is tried, which must be the same on all ranks
 
     def trial_session(self, job: Job) -> Session:
         """Return a session to try the weights in. Raises OutOfMemory, StageCancelled and WeightsMismatch."""

@@ -238,7 +238,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         unproven = {name: change.blocks for name, change in weights.identity.unproven.items()}
         return {
             "weights": weights.identity.weights_id,
-            "trials": str(weights.trials),
+            "trials": weights.trials,
             "kind": weights.report.kind,
             "changes": blake3(repr(unproven).encode()).hexdigest() if unproven else "",
         }

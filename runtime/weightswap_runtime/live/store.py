@@ -10,13 +10,14 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from threading import RLock
 from typing import Literal
 
+from blake3 import blake3
 from msgspec.structs import asdict, replace
 
 from weightswap_runtime.engines.engine import Engine
@@ -160,6 +161,8 @@ class WeightStore:
                 self.gate.close()
                 self._residency = Ended(self._residency.name)
                 self.trees.clear()
+                if self.ranks is not None:
+                    self.ranks.leave(self)
 
     def leave(self, member_id: int) -> None:
         """Free the graphs, state and goldens of a member that no model, pin or staging can call any more."""
@@ -205,7 +208,7 @@ class WeightStore:
             self._verify(staged, goldens, staging)
         elif goldens:  # a trial of one rank alone would wait for the others
             staged.try_on_ranks = lambda: self._verify(staged, goldens, staging)
-            staged.trials = len(goldens)
+            staged.trials = _described(goldens)
         return staged
 
     def _owner(self, stamp: Stamp | DeltaStamp | None, requester: Member) -> Member:
@@ -513,6 +516,13 @@ def _done(work: Callable[[], object]) -> dict[str, str]:
     """Do some work; return what ranks have to compare of it: nothing."""
     work()
     return {}
+
+
+def _described(goldens: Sequence[tuple[Member, Goldens]]) -> str:
+    """Return the number of recorded calls and a digest of them, by which ranks know that they try the same: what one of
+    them calls with other inputs, they would compute together on both, and gloo ends a process if the shapes differ."""
+    calls = [call for _, each in goldens for call in each.calls()]
+    return f"{len(calls)} ({blake3(''.join(calls).encode()).hexdigest()[:16]})"
 
 
 def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request: SwapRequest) -> SwapRequest:

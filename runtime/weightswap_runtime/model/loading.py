@@ -122,7 +122,11 @@ def load(
     if on_event is not None:
         model.listen(on_event)
     if weights is not None:
-        model.swap(weights, ignore=ignore, keys=keys, expect=expect, verify=verify, allow_nonfinite=allow_nonfinite)
+        try:
+            model.swap(weights, ignore=ignore, keys=keys, expect=expect, verify=verify, allow_nonfinite=allow_nonfinite)
+        except BaseException:
+            model.close()  # the error refers to it, and it would keep its memory and its ranks
+            raise
     return model
 
 

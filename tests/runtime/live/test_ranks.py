@@ -557,6 +557,22 @@ def test_a_rollback_does_not_wait_for_a_staging(files: Files) -> None:
     together(files, work)
 
 
+def test_ranks_can_be_used_again_after_a_refused_load_and_a_close(files: Files) -> None:
+    """Also by a rank that still has the error, or the model."""
+
+    def run(ranks: Ranks) -> bool:
+        error = caught(lambda: load(files.artifact, files.damaged if ranks.rank else files.sets[2], ranks=ranks))
+        assert "DigestMismatch" in str(error)
+        with load(files.artifact, files.sets[1], ranks=ranks) as first:
+            assert serves(first, 1)
+        with load(files.artifact, files.sets[2], ranks=ranks) as second:
+            first.close()
+            assert "another model has them" in str(caught(lambda: load(files.artifact, ranks=ranks)))
+            return serves(second, 2)
+
+    assert on_ranks(2, run) == [True, True]
+
+
 def test_ranks_are_of_one_model(files: Files) -> None:
     def work(model: Model, ranks: Ranks) -> None:
         error = caught(lambda: load(files.artifact, ranks=ranks))
@@ -677,6 +693,27 @@ def test_staged_weights_are_tried_before_their_commit(files: Files, recorded: tu
         assert serves(model, 2)
 
     together(files, work)
+
+
+@pytest.mark.parametrize("other", [X + 1, X[:1].clone()], ids=["values", "shape"])
+def test_goldens_of_other_inputs_on_one_rank_are_refused_before_they_run(
+    other: torch.Tensor, residency: str, files: Files, tmp_path: Path
+) -> None:
+    """Ranks would compute together on inputs that do not belong together, of which gloo ends the process."""
+    paths = [write_set(tmp_path / f"{number}.safetensors", 2) for number in range(2)]
+    for path, x in zip(paths, (X, other), strict=True):
+        write_goldens(path, 2, 2, x)
+
+    def work(model: Model, ranks: Ranks) -> None:
+        with model.stage(paths[ranks.rank]) as staged:
+            for use in (staged.try_on_ranks, staged.commit):
+                error = caught(use)
+                assert isinstance(error, RanksRefused)
+                assert all(reason.startswith("trials 1 (") for reason in error.reasons.values())
+        assert serves(model, 1)
+        assert model.swap(paths[1]).verified == "goldens"
+
+    together(files, work, residency=residency)
 
 
 def test_weights_of_one_process_are_not_tried_on_ranks(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
