@@ -44,7 +44,7 @@ def test_tensors_are_classified(tmp_path: Path) -> None:
     assert {"unused", "offset", "norm.running_mean", "norm.num_batches_tracked"} <= rows.keys()
     assert not manifest.state
     constants = [tensor.name for tensor in manifest.constants]
-    assert constants == ["table", "idle", "forward/plain", "forward/lifted_tensor_0"]
+    assert constants == ["table", "forward/plain", "forward/lifted_tensor_0"]  # no graph reads `idle`
     sources = {source.weight: source.keys for source in manifest.conversion.sources}
     assert sources["embed.weight"] == ("embed.weight", "head.weight")
 

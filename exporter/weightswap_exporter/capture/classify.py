@@ -1,13 +1,13 @@
 """What each tensor of a model is: a weight, state that calls change, a constant of the graphs, or variable.
 
-A parameter is a weight, and so is a persistent buffer that no call changes; what a call changes is state. The rest, and
-literals in the code, are constants: the artifact has their values. No two of them may share memory, since a server
-keeps each apart.
+A parameter is a weight, and so is a persistent buffer that no call changes; what a call changes is state. Of the rest,
+and of literals in the code, what a graph reads is a constant: the artifact has its values. No two of them may share
+memory, since a server keeps each apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -55,11 +55,12 @@ def classify(view: ModelView, captured: Mapping[str, Captured], variants: Groups
     mutated = frozenset(fqn for method in captured.values() for fqn in method.mutated)
     variable = frozenset(fqn for fqns in variants.values() for fqn in fqns)
     tensors = view.tensors
-    for method in captured.values():
-        _drop_unused(method.program, mutated | with_siblings(variable, tensors, view.composed))
     groups: dict[TieKey, list[str]] = {}
     for fqn, tensor in tensors.items():
         groups.setdefault(tie_key(tensor), []).append(fqn)
+    unsaved = {fqn for fqns in groups.values() if not view.saved_names.intersection(fqns) for fqn in fqns}
+    removable = mutated | unsaved | with_siblings(variable, tensors, view.composed)
+    read = {target for method in captured.values() for target in _drop_unused(method.program, removable)}
     kinds: dict[str, str] = {}
     rows: dict[str, list[NamedTensor]] = {"weight": [], "state": [], "constant": [], "variant": []}
     for fqns in groups.values():
@@ -71,6 +72,8 @@ def classify(view: ModelView, captured: Mapping[str, Captured], variants: Groups
         if variable.intersection(fqns):
             check_variable(fqns, kind, variants)
             kind = "variant"
+        if kind == "constant" and not read.intersection(fqns):
+            continue  # such as a record of the training: it may differ in the model that gives the next weights
         rows[kind].append(_row(fqns, tensors[fqns[0]]))
         kinds |= dict.fromkeys(fqns, kind)
     values = {row.name: tensors[row.name].detach() for kind in ("state", "constant") for row in rows[kind]}
@@ -94,13 +97,14 @@ def classify(view: ModelView, captured: Mapping[str, Captured], variants: Groups
     return Tables(tuple(rows["weight"]), state, tuple(rows["constant"]), inputs, values, variant_rows)
 
 
-def _drop_unused(program: ExportedProgram, names: frozenset[str]) -> None:
-    """Remove placeholders of state and variants that a graph does not use, so that its calls need none."""
+def _drop_unused(program: ExportedProgram, names: Collection[str]) -> set[str]:
+    """Remove placeholders of these tensors that a graph does not use, so that its calls need none; return the rest."""
     for node, spec in graph_inputs(program):
         if spec.target in names and not node.users:
             program.graph.erase_node(node)
             program.graph_signature.input_specs.remove(spec)
     program.graph_module.recompile()
+    return {spec.target for _, spec in graph_inputs(program) if spec.target is not None}
 
 
 def _has_bits(tensor: torch.Tensor) -> bool:

@@ -166,6 +166,7 @@ def test_bytes_and_the_last_digits_are_those_of_eager(dtype: torch.dtype, some: 
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_small_integers_wrap_around_in_machine_code(tmp_path: Path) -> None:
     def act(m: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
         sizes = [each.abs() for each in (*given, m.short, m.byte)]
@@ -182,6 +183,7 @@ def test_small_integers_wrap_around_in_machine_code(tmp_path: Path) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_operators_that_the_compiler_replaces_compute_what_they_did(tmp_path: Path) -> None:
     """One graph for all, as each takes seconds to compile."""
 
@@ -225,6 +227,7 @@ def test_operators_that_the_compiler_replaces_compute_what_they_did(tmp_path: Pa
             torch.testing.assert_close(found[name], expected, rtol=tolerance, atol=0, msg=f"{name} of {sizes}")
 
 
+@pytest.mark.slow
 def test_copies_keep_what_a_call_then_changes(tmp_path: Path) -> None:
     """AOTInductor takes state and inputs themselves for copies of them, which it makes after the changes."""
 
@@ -268,6 +271,7 @@ def test_code_for_the_sample_alone_is_refused(tmp_path: Path) -> None:
         compile_engines(artifact, ["aoti"], trial=False)
 
 
+@pytest.mark.slow
 def test_fused_code_rounds_to_16_bits_where_eager_does(tmp_path: Path) -> None:
     def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
         found = []

@@ -61,6 +61,7 @@ def test_wrong_translations_are_refused(name: str, tmp_path: Path) -> None:
     assert "engines/onnx/forward.onnx" in compile_engines(artifact, ["onnx"], trial=False).manifest.files
 
 
+@pytest.mark.slow
 def test_sizes_for_which_machine_code_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """AOTInductor keeps a dynamic dimension that `squeeze` removes where it is 1, and its least of bytes is 0 if they
     fill a vector (pytorch#191499), which is here left as it is.

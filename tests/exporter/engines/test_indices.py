@@ -54,17 +54,12 @@ OF_AOTI: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {  # 
 }
 
 
-# machine code of all takes half a minute
-FEW = {name: READS[name] for name in ("embedding", "index_select", "scatter_add", "index_copy")}
-
-
 @pytest.mark.parametrize(
     ("engine", "calls"),
     [
         ("torch", READS),
         ("onnx", READS),
-        ("aoti", FEW),
-        pytest.param("aoti", READS | OF_AOTI, marks=pytest.mark.slow, id="aoti-all"),
+        pytest.param("aoti", READS | OF_AOTI, marks=pytest.mark.slow),
     ],
 )
 def test_indices_that_eager_refuses_are_refused(engine: str, calls: dict[str, Any], tmp_path: Path) -> None:

@@ -125,6 +125,16 @@ def test_a_module_with_other_constants_than_the_artifact_is_refused_wherever_it_
     assert not (tmp_path / "published").exists()
 
 
+def test_a_buffer_that_no_graph_reads_may_differ_in_a_module_that_is_given(tmp_path: Path) -> None:
+    """As what a training records about itself."""
+    models = [Does(lambda m, x: x * m.scale, scale=nn.Parameter(torch.rand(4))) for _ in range(2)]
+    for number, model in enumerate(models):
+        model.seen = nn.Buffer(torch.full((1,), float(number)), persistent=False)
+    served = load(export(models[0], (X,), out=tmp_path / "a"), models[0])
+    served.swap(models[1])
+    assert torch.equal(served(X), models[1](X))
+
+
 class Rotating(nn.Module):
     """Has weights of half precision, and frequencies that a conversion of the whole module rounds."""
 

@@ -27,6 +27,12 @@ with warnings.catch_warnings():  # those of its own and of fbgemm's deprecated m
     from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+    from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+    from torchrec.modules.mc_modules import (
+        DistanceLFU_EvictionPolicy,
+        ManagedCollisionCollection,
+        MCHManagedCollisionModule,
+    )
     from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantisedBags
     from torchrec.quant.embedding_modules import EmbeddingCollection as QuantisedCollection
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -248,6 +254,46 @@ def test_equals_eager(name: str, tmp_path: Path) -> None:
             assert equal(found(*args), expected)
             apart = [as_fields(value, node) for value, (_, node) in zip(args, signature.args, strict=True)]
             assert equal(found(*apart), expected)
+
+
+class Collisions(nn.Module):
+    """Ids that a table learns while it is trained, with a record of when, which no answer needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = bags()
+        learned = {
+            config.name: MCHManagedCollisionModule(
+                zch_size=ROWS,
+                device=torch.device("cpu"),
+                eviction_policy=DistanceLFU_EvictionPolicy(),
+                eviction_interval=1,
+                input_hash_size=4 * ROWS,
+            )
+            for config in tables.embedding_bag_configs()
+        }
+        managed = ManagedCollisionCollection(learned, tables.embedding_bag_configs())
+        self.bags = ManagedCollisionEmbeddingBagCollection(tables, managed, return_remapped_features=True)
+
+    def forward(self, ids: KeyedJaggedTensor) -> list[torch.Tensor]:
+        pooled, remapped = self.bags(ids)
+        return [pooled.values(), remapped.values()]
+
+
+def test_managed_collisions_of_another_state_of_the_training_are_swapped_in(tmp_path: Path) -> None:
+    models = [different(Collisions, seed).train() for seed in (1, 2)]
+    for steps, model in zip((2, 5), models, strict=True):
+        for _ in range(steps):
+            eagerly(model, (kjt(9),))
+        model.eval()
+    with pytest.warns(UserWarning, match="how a checkpoint becomes weights cannot be recorded"):
+        artifact = export(models[0], (kjt(9),), out=tmp_path / "a", dynamic_shapes=(fields(),))
+    files = [pack(model, artifact, out=tmp_path / f"{index}.safetensors").path for index, model in enumerate(models)]
+    found = load(artifact, files[0])
+    for index in (0, 1, 0):
+        found.swap(files[index])
+        for ids in (kjt(4), kjt(9)):
+            assert equal(found(ids), eagerly(models[index], (ids,)))
 
 
 def test_dimensions_of_a_collection_of_shapes(tmp_path: Path) -> None:
