@@ -1,9 +1,11 @@
 """What AOTInductor computes otherwise than eager, put right while it compiles: patterns that drop what they do not
-name, pools for the sizes of the sample alone, functions that lose digits. And products of one row, without a library.
+name, pools for the sizes of the sample alone, functions that lose digits or large numbers. And products of one row,
+without a library.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -46,6 +48,7 @@ def rewritten(on_gpu: bool) -> Iterator[None]:
             mock.patch.dict(decompositions, {each: _unless_dynamic(decompositions[each]) for each in _DECOMPOSED}),
             mock.patch.multiple(CppOverrides, **{name: _wrapping(name) for name in ("abs", "truncdiv")}),
             mock.patch.multiple(CppVecOverrides, **{name: _vectorised(name) for name in ("expm1", "atanh")}),
+            mock.patch.multiple(CppVecOverrides, erf=staticmethod(_erf), acosh=staticmethod(_acosh)),
             mock.patch.object(_TargetArgsExpr, "_match", _matching_whole(_TargetArgsExpr._match)),
             mock.patch.object(fuse_attention, "_scaled_dot_product_attention", _attention),
             mock.patch.object(post_grad, "same_meta", _replaceable(post_grad.same_meta)),
@@ -93,6 +96,28 @@ def _vectorised(name: str) -> Any:
 
     written.__name__ = name  # by which AOTInductor finds the same function of one number
     return staticmethod(written)
+
+
+def _erf(x: Any) -> str:
+    """Return the error function of a vector: ATen's own for floats is a polynomial off by 1e-7, 0 for small numbers.
+
+    Eager calls a library's. Close to 0 a series keeps all digits.
+    """
+    if x.dtype == torch.float64:
+        return f"{x}.erf()"
+    vector = f"decltype({x})"
+    terms = [2 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(7)]
+    series = f"{vector}({terms[-1]!r})"
+    for term in reversed(terms[:-1]):
+        series = f"({series} * {x} * {x} + {vector}({term!r}))"
+    return f"{vector}::blendv({x}.erf(), {x} * {series}, {x}.abs() < {vector}(0.5))"
+
+
+def _acosh(x: Any) -> str:
+    """Return the inverse hyperbolic cosine of a vector: that of the library squares numbers, so that large ones give
+    infinity."""
+    vector = f"decltype({x})"
+    return f"{vector}::blendv({x}.acosh(), {x}.log() + {vector}({math.log(2)!r}), {x} > {vector}(1e15))"
 
 
 def _matching_whole(match: Callable[..., Any]) -> Callable[..., Any]:

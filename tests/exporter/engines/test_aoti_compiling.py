@@ -190,9 +190,10 @@ def test_operators_that_the_compiler_replaces_compute_what_they_did(tmp_path: Pa
         ones, zeros = torch.ones(3, 5, dtype=torch.int64), torch.zeros(4, 6, dtype=torch.float64)
         tiny, keys = torch.arange(1.0, 42) * m.tiny, x.transpose(-2, -1)
         product = [x[0, 0] @ each for each in (m.first, m.second)]
-        functions = {f.__name__: f for f in (torch.expm1, torch.atanh, nn.functional.elu)}
+        functions = {f.__name__: f for f in (torch.expm1, torch.erf, torch.atanh, nn.functional.elu)}
         return {
             **{f"{name} of {each.dtype}": f(each) for name, f in functions.items() for each in (tiny, tiny.double())},
+            **{f"acosh of {each.dtype}": torch.acosh(each * -1e38) for each in (tiny, tiny.double())},
             "alpha of a product": torch.add(m.bias, product[0], alpha=3),
             "alpha of what is added to one": torch.add(product[1], m.bias, alpha=2),
             "the dtype of a constant's sums": ones.cumsum(0, dtype=torch.float32) * m.bias[:5],
