@@ -1,6 +1,6 @@
 """What AOTInductor computes otherwise than eager, put right while it compiles: patterns that drop what they do not
-name, pools for the sizes of the sample alone, functions that lose digits or large numbers. And products of one row,
-without a library.
+name, pools for the sizes of the sample alone, functions that lose digits or large numbers, numbers of another dtype.
+And products of one row, without a library.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def rewritten(on_gpu: bool) -> Iterator[None]:
             mock.patch.dict(lowering.lowerings, lowerings),
             mock.patch.dict(decompositions, {each: _unless_dynamic(decompositions[each]) for each in _DECOMPOSED}),
             mock.patch.multiple(CppOverrides, **{name: _wrapping(name) for name in ("abs", "truncdiv")}),
+            mock.patch.dict(decompositions, _DECOMPOSITIONS),
             mock.patch.multiple(CppVecOverrides, **{name: _vectorised(name) for name in ("expm1", "atanh")}),
             mock.patch.multiple(CppVecOverrides, erf=staticmethod(_erf), acosh=staticmethod(_acosh)),
             mock.patch.object(_TargetArgsExpr, "_match", _matching_whole(_TargetArgsExpr._match)),
@@ -118,6 +119,27 @@ def _acosh(x: Any) -> str:
     infinity."""
     vector = f"decltype({x})"
     return f"{vector}::blendv({x}.acosh(), {x}.log() + {vector}({math.log(2)!r}), {x} > {vector}(1e15))"
+
+
+def _searchsorted(sequence: torch.Tensor, number: float, **options: Any) -> torch.Tensor:
+    """Find a number among sorted ones: AOTInductor makes it a constant, and a float32 whatever the others are."""
+    return _aten.searchsorted.Tensor(sequence, _like(sequence, number), **options)[0]
+
+
+def _bucketize(number: float, boundaries: torch.Tensor, **options: Any) -> torch.Tensor:
+    return _aten.bucketize.Tensor(_like(boundaries, number), boundaries, **options)[0]
+
+
+def _like(others: torch.Tensor, number: float) -> torch.Tensor:
+    """Return a number as a vector of the dtype in which eager compares it with others."""
+    exact = torch.float64 if isinstance(number, float) else torch.int64
+    return torch.full((1,), number, dtype=exact, device=others.device).to(torch.result_type(others, number))
+
+
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    _aten.searchsorted.Scalar: _searchsorted,
+    _aten.bucketize.Scalar: _bucketize,
+}
 
 
 def _matching_whole(match: Callable[..., Any]) -> Callable[..., Any]:
