@@ -1,9 +1,11 @@
 """What AOTInductor computes otherwise than eager, put right while it compiles: patterns that drop what they do not
-name, pools for the sizes of the sample alone, functions that lose digits. And products of one row, without a library.
+name, pools for the sizes of the sample alone, functions that lose digits or large numbers, numbers of another dtype,
+labels that are none. And products of one row, without a library.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -29,6 +31,7 @@ _EXTREMES = (
 _OF_MEMORY = frozenset({"layout", "device", "pin_memory", "memory_format", "requires_grad", "non_blocking"})
 _POOLS = (_aten._adaptive_avg_pool2d.default, _aten.adaptive_max_pool2d.default)
 _DECOMPOSED = (_aten.adaptive_max_pool2d.default, _aten.adaptive_max_pool3d.default)
+_MARGINS = _aten.multilabel_margin_loss_forward.default  # decomposed while it is traced, before the table is asked
 _MOST_INLINE = 2**17  # elements of a matrix; for a larger one the library's threads pay off
 _Lowering = Callable[..., Any]
 
@@ -45,7 +48,11 @@ def rewritten(on_gpu: bool) -> Iterator[None]:
             mock.patch.dict(lowering.lowerings, lowerings),
             mock.patch.dict(decompositions, {each: _unless_dynamic(decompositions[each]) for each in _DECOMPOSED}),
             mock.patch.multiple(CppOverrides, **{name: _wrapping(name) for name in ("abs", "truncdiv")}),
+            mock.patch.dict(decompositions, _DECOMPOSITIONS),
+            mock.patch.dict(_MARGINS.py_kernels, {torch._C.DispatchKey.Autograd: _multilabel_margin}),
+            mock.patch.dict(_MARGINS._dispatch_cache, clear=True),
             mock.patch.multiple(CppVecOverrides, **{name: _vectorised(name) for name in ("expm1", "atanh")}),
+            mock.patch.multiple(CppVecOverrides, erf=staticmethod(_erf), acosh=staticmethod(_acosh)),
             mock.patch.object(_TargetArgsExpr, "_match", _matching_whole(_TargetArgsExpr._match)),
             mock.patch.object(fuse_attention, "_scaled_dot_product_attention", _attention),
             mock.patch.object(post_grad, "same_meta", _replaceable(post_grad.same_meta)),
@@ -93,6 +100,66 @@ def _vectorised(name: str) -> Any:
 
     written.__name__ = name  # by which AOTInductor finds the same function of one number
     return staticmethod(written)
+
+
+def _erf(x: Any) -> str:
+    """Return the error function of a vector: ATen's own for floats is a polynomial off by 1e-7, 0 for small numbers.
+
+    Eager calls a library's. Close to 0 a series keeps all digits.
+    """
+    if x.dtype == torch.float64:
+        return f"{x}.erf()"
+    vector = f"decltype({x})"
+    terms = [2 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(7)]
+    series = f"{vector}({terms[-1]!r})"
+    for term in reversed(terms[:-1]):
+        series = f"({series} * {x} * {x} + {vector}({term!r}))"
+    return f"{vector}::blendv({x}.erf(), {x} * {series}, {x}.abs() < {vector}(0.5))"
+
+
+def _acosh(x: Any) -> str:
+    """Return the inverse hyperbolic cosine of a vector: that of the library squares numbers, so that large ones give
+    infinity."""
+    vector = f"decltype({x})"
+    return f"{vector}::blendv({x}.acosh(), {x}.log() + {vector}({math.log(2)!r}), {x} > {vector}(1e15))"
+
+
+def _searchsorted(sequence: torch.Tensor, number: float, **options: Any) -> torch.Tensor:
+    """Find a number among sorted ones: AOTInductor makes it a constant, and a float32 whatever the others are."""
+    return _aten.searchsorted.Tensor(sequence, _like(sequence, number), **options)[0]
+
+
+def _bucketize(number: float, boundaries: torch.Tensor, **options: Any) -> torch.Tensor:
+    return _aten.bucketize.Tensor(_like(boundaries, number), boundaries, **options)[0]
+
+
+def _like(others: torch.Tensor, number: float) -> torch.Tensor:
+    """Return a number as a vector of the dtype in which eager compares it with others."""
+    exact = torch.float64 if isinstance(number, float) else torch.int64
+    return torch.full((1,), number, dtype=exact, device=others.device).to(torch.result_type(others, number))
+
+
+def _multilabel_margin(values: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the loss as eager does: AOTInductor takes what follows the first -1 of a row for class 0."""
+    rows, labels = torch.atleast_2d(values), torch.atleast_2d(target)
+    count = rows.shape[1]
+    is_label = (labels == -1).cumsum(-1) == 0
+    chosen = torch.where(labels < -1, count, labels.clamp_min(0))  # other negative ones are refused, as beyond the last
+    places, each = (torch.arange(size, device=labels.device) for size in (count, rows.shape[0]))
+    is_target = ((labels.unsqueeze(-1) == places) & is_label.unsqueeze(-1)).any(1)
+    margins = 1 - rows[each.unsqueeze(-1), chosen].unsqueeze(-1) + rows.unsqueeze(1)
+    is_counted = is_label.unsqueeze(-1) & ~is_target.unsqueeze(1) & (margins > 0)
+    losses = torch.where(is_counted, margins, 0).sum((1, 2)) / count
+    reductions: dict[int, Any] = {1: torch.mean, 2: torch.sum}
+    losses = reductions[reduction](losses) if reduction else losses.reshape(values.shape[:-1])
+    return losses, is_target.to(values.dtype).reshape(target.shape)
+
+
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    _aten.searchsorted.Scalar: _searchsorted,
+    _aten.bucketize.Scalar: _bucketize,
+    _MARGINS: _multilabel_margin,
+}
 
 
 def _matching_whole(match: Callable[..., Any]) -> Callable[..., Any]:

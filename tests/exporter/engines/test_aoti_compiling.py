@@ -191,18 +191,25 @@ def test_operators_that_the_compiler_replaces_compute_what_they_did(tmp_path: Pa
         x, tall, ids = given["x"], given["tall"], given["ids"]
         ones, zeros = torch.ones(3, 5, dtype=torch.int64), torch.zeros(4, 6, dtype=torch.float64)
         tiny, keys = torch.arange(1.0, 42) * m.tiny, x.transpose(-2, -1)
+        margins = nn.functional.multilabel_margin_loss
+        tenths = [m.tenths, m.tenths.half()]
         product = [x[0, 0] @ each for each in (m.first, m.second)]
-        functions = {f.__name__: f for f in (torch.expm1, torch.atanh, nn.functional.elu)}
+        functions = {f.__name__: f for f in (torch.expm1, torch.erf, torch.atanh, nn.functional.elu)}
         return {
             **{f"{name} of {each.dtype}": f(each) for name, f in functions.items() for each in (tiny, tiny.double())},
+            **{f"acosh of {each.dtype}": torch.acosh(each * -1e38) for each in (tiny, tiny.double())},
             "alpha of a product": torch.add(m.bias, product[0], alpha=3),
             "alpha of what is added to one": torch.add(product[1], m.bias, alpha=2),
             "the dtype of a constant's sums": ones.cumsum(0, dtype=torch.float32) * m.bias[:5],
             **{f"{n} in float64": zeros.scatter(1, ids[:, None], n) * m.wide for n in (0.1, 1e300, 1e-50)},
+            **{f"0.3 among {each.dtype}": torch.searchsorted(each, 0.3) for each in tenths},
+            **{f"0.7 among {each.dtype}": torch.bucketize(0.7, each, right=True) for each in tenths},
             "a mask of one dimension": torch.softmax(x @ keys / 2.0 + m.mask, -1) @ x,
             "attention over queries": ((x @ keys) * 0.5).softmax(-2) @ x,
             "attention over heads": (x @ keys / 2).softmax(1) @ x,
             "attention of matrices": torch.bmm(torch.bmm(x[0], keys[0]).softmax(1), x[0]),
+            "labels before the first -1": margins(x[0, 0], m.labels, reduction="none"),
+            "labels of one row": margins(x[0, 0, 0], m.labels[0]) * m.tiny,
             "an average of a dynamic size": nn.functional.adaptive_avg_pool2d(tall, (2, 5)) * m.tiny,
             "an average along a dynamic size": nn.functional.adaptive_avg_pool1d(tall[:, 0], 3) * m.tiny,
             "a maximum of a dynamic size": nn.functional.adaptive_max_pool2d(tall, (2, 4)) * m.tiny,
@@ -211,7 +218,10 @@ def test_operators_that_the_compiler_replaces_compute_what_they_did(tmp_path: Pa
 
     tensors = {"first": (4, 6), "second": (4, 6), "bias": (6,), "mask": (5,), "wide": (6,)}
     weights = {name: nn.Parameter(torch.randn(shape)) for name, shape in tensors.items()}
-    eager = Does(act, **weights | {"wide": nn.Parameter(torch.rand(6).double())}, tiny=nn.Buffer(torch.tensor(-1e-8)))
+    weights["wide"] = nn.Parameter(torch.rand(6).double())
+    values = {"tiny": torch.tensor(-1e-8), "tenths": torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)}
+    values["labels"] = torch.tensor([[3, -1, 1, 2], [0, 1, 2, 3], [-1, 0, 1, 2], [2, 3, -1, -1], [1, -1, -1, 0]])
+    eager = Does(act, **weights, **{name: nn.Buffer(value) for name, value in values.items()})
     x, (height, width) = torch.rand(2, 3, 5, 4), (Dim(name, min=4, max=64) for name in ("height", "width"))
     ids = torch.tensor([5, 0, 3, 2])
     shapes = ({"x": None, "ids": None, "tall": {2: height, 3: width}},)
