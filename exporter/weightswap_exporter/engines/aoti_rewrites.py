@@ -1,6 +1,6 @@
 """What AOTInductor computes otherwise than eager, put right while it compiles: patterns that drop what they do not
-name, pools for the sizes of the sample alone, functions that lose digits or large numbers, numbers of another dtype,
-labels that are none. And products of one row, without a library.
+name, pools for the sizes of the sample alone, functions that lose digits or large numbers, numbers of another dtype.
+And products of one row, without a library.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ _EXTREMES = (
 _OF_MEMORY = frozenset({"layout", "device", "pin_memory", "memory_format", "requires_grad", "non_blocking"})
 _POOLS = (_aten._adaptive_avg_pool2d.default, _aten.adaptive_max_pool2d.default)
 _DECOMPOSED = (_aten.adaptive_max_pool2d.default, _aten.adaptive_max_pool3d.default)
-_MARGINS = _aten.multilabel_margin_loss_forward.default  # decomposed while it is traced, before the table is asked
 _MOST_INLINE = 2**17  # elements of a matrix; for a larger one the library's threads pay off
 _Lowering = Callable[..., Any]
 
@@ -49,8 +48,6 @@ def rewritten(on_gpu: bool) -> Iterator[None]:
             mock.patch.dict(decompositions, {each: _unless_dynamic(decompositions[each]) for each in _DECOMPOSED}),
             mock.patch.multiple(CppOverrides, **{name: _wrapping(name) for name in ("abs", "truncdiv")}),
             mock.patch.dict(decompositions, _DECOMPOSITIONS),
-            mock.patch.dict(_MARGINS.py_kernels, {torch._C.DispatchKey.Autograd: _multilabel_margin}),
-            mock.patch.dict(_MARGINS._dispatch_cache, clear=True),
             mock.patch.multiple(CppVecOverrides, **{name: _vectorised(name) for name in ("expm1", "atanh")}),
             mock.patch.multiple(CppVecOverrides, erf=staticmethod(_erf), acosh=staticmethod(_acosh)),
             mock.patch.object(_TargetArgsExpr, "_match", _matching_whole(_TargetArgsExpr._match)),
@@ -139,26 +136,9 @@ def _like(others: torch.Tensor, number: float) -> torch.Tensor:
     return torch.full((1,), number, dtype=exact, device=others.device).to(torch.result_type(others, number))
 
 
-def _multilabel_margin(values: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the loss as eager does: AOTInductor takes what follows the first -1 of a row for class 0."""
-    rows, labels = torch.atleast_2d(values), torch.atleast_2d(target)
-    count = rows.shape[1]
-    is_label = (labels == -1).cumsum(-1) == 0
-    chosen = torch.where(labels < -1, count, labels.clamp_min(0))  # other negative ones are refused, as beyond the last
-    places, each = (torch.arange(size, device=labels.device) for size in (count, rows.shape[0]))
-    is_target = ((labels.unsqueeze(-1) == places) & is_label.unsqueeze(-1)).any(1)
-    margins = 1 - rows[each.unsqueeze(-1), chosen].unsqueeze(-1) + rows.unsqueeze(1)
-    is_counted = is_label.unsqueeze(-1) & ~is_target.unsqueeze(1) & (margins > 0)
-    losses = torch.where(is_counted, margins, 0).sum((1, 2)) / count
-    reductions: dict[int, Any] = {1: torch.mean, 2: torch.sum}
-    losses = reductions[reduction](losses) if reduction else losses.reshape(values.shape[:-1])
-    return losses, is_target.to(values.dtype).reshape(target.shape)
-
-
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.searchsorted.Scalar: _searchsorted,
     _aten.bucketize.Scalar: _bucketize,
-    _MARGINS: _multilabel_margin,
 }
 
 

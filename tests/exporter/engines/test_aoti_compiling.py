@@ -191,7 +191,6 @@ def test_operators_that_the_compiler_replaces_compute_what_they_did(tmp_path: Pa
         x, tall, ids = given["x"], given["tall"], given["ids"]
         ones, zeros = torch.ones(3, 5, dtype=torch.int64), torch.zeros(4, 6, dtype=torch.float64)
         tiny, keys = torch.arange(1.0, 42) * m.tiny, x.transpose(-2, -1)
-        margins = nn.functional.multilabel_margin_loss
         tenths = [m.tenths, m.tenths.half()]
         product = [x[0, 0] @ each for each in (m.first, m.second)]
         functions = {f.__name__: f for f in (torch.expm1, torch.erf, torch.atanh, nn.functional.elu)}
@@ -208,8 +207,6 @@ def test_operators_that_the_compiler_replaces_compute_what_they_did(tmp_path: Pa
             "attention over queries": ((x @ keys) * 0.5).softmax(-2) @ x,
             "attention over heads": (x @ keys / 2).softmax(1) @ x,
             "attention of matrices": torch.bmm(torch.bmm(x[0], keys[0]).softmax(1), x[0]),
-            "labels before the first -1": margins(x[0, 0], m.labels, reduction="none"),
-            "labels of one row": margins(x[0, 0, 0], m.labels[0]) * m.tiny,
             "an average of a dynamic size": nn.functional.adaptive_avg_pool2d(tall, (2, 5)) * m.tiny,
             "an average along a dynamic size": nn.functional.adaptive_avg_pool1d(tall[:, 0], 3) * m.tiny,
             "a maximum of a dynamic size": nn.functional.adaptive_max_pool2d(tall, (2, 4)) * m.tiny,
@@ -220,7 +217,6 @@ def test_operators_that_the_compiler_replaces_compute_what_they_did(tmp_path: Pa
     weights = {name: nn.Parameter(torch.randn(shape)) for name, shape in tensors.items()}
     weights["wide"] = nn.Parameter(torch.rand(6).double())
     values = {"tiny": torch.tensor(-1e-8), "tenths": torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)}
-    values["labels"] = torch.tensor([[3, -1, 1, 2], [0, 1, 2, 3], [-1, 0, 1, 2], [2, 3, -1, -1], [1, -1, -1, 0]])
     eager = Does(act, **weights, **{name: nn.Buffer(value) for name, value in values.items()})
     x, (height, width) = torch.rand(2, 3, 5, 4), (Dim(name, min=4, max=64) for name in ("height", "width"))
     ids = torch.tensor([5, 0, 3, 2])
