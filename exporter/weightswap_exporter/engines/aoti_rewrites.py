@@ -123,11 +123,13 @@ def _acosh(x: Any) -> str:
 
 def _searchsorted(sequence: torch.Tensor, number: float, **options: Any) -> torch.Tensor:
     """Find a number among sorted ones: AOTInductor makes it a constant, and a float32 whatever the others are."""
-    return _aten.searchsorted.Tensor(sequence, _like(sequence, number), **options)[0]
+    found: torch.Tensor = _aten.searchsorted.Tensor(sequence, _like(sequence, number), **options)[0]
+    return found
 
 
 def _bucketize(number: float, boundaries: torch.Tensor, **options: Any) -> torch.Tensor:
-    return _aten.bucketize.Tensor(_like(boundaries, number), boundaries, **options)[0]
+    found: torch.Tensor = _aten.bucketize.Tensor(_like(boundaries, number), boundaries, **options)[0]
+    return found
 
 
 def _like(others: torch.Tensor, number: float) -> torch.Tensor:

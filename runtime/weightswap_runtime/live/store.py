@@ -427,8 +427,9 @@ class WeightStore:
         if self.ranks is None:
             return caller.run(commit)
         made: list[Commit] = []
+        end = partial(self.ranks.agree_after, f"end of the {what}", partial(_done, lambda: made.append(commit())))
         try:
-            self.ranks.agree(f"end of the {what}", partial(_done, lambda: made.append(caller.run(commit))))
+            caller.run(end)  # which waits for what other ranks still copy, as long as they say that they do
         except RanksRefused as error:
             reasons = [f"rank {rank}: {reason}" for rank, reason in error.reasons.items()]
             self.gate.fail(f"of the ranks of this model; {listed(reasons, between='; ')}")

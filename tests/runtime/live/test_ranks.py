@@ -34,6 +34,7 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.following.desired_store import known_weights
 from weightswap_runtime.format.cuts import SharedChange
+from weightswap_runtime.live.residency import Single, StagedWeights
 from weightswap_runtime.model import loading
 from weightswap_runtime.staging import delta
 
@@ -248,6 +249,24 @@ def test_one_rank_may_take_longer_than_the_timeout_to_open(files: Files, monkeyp
             slow.add(ranks.group_name)
         with load(files.artifact, files.sets[1], ranks=ranks) as model:
             return serves(model, 1)
+
+    assert on_ranks(2, run, timeout=2.0) == [True, True]
+
+
+def test_one_rank_may_take_longer_than_the_timeout_to_copy(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, late = Single.commit, write_set(files.path / "late.safetensors", 2)
+
+    def copy_late(residency: Single, staged: StagedWeights, *arguments: Any) -> Any:
+        if staged.report.source == str(late):
+            time.sleep(2.6)
+        return copied(residency, staged, *arguments)
+
+    monkeypatch.setattr(Single, "commit", copy_late)
+
+    def run(ranks: Ranks) -> bool:
+        with load(files.artifact, files.sets[1], ranks=ranks, residency="single") as model:
+            model.swap(late if ranks.rank else files.sets[2])
+            return serves(model, 2)
 
     assert on_ranks(2, run, timeout=2.0) == [True, True]
 
