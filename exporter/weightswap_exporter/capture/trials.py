@@ -96,9 +96,13 @@ class _WritesUndone(WritesChecked):  # type: ignore[no-untyped-call]
                 self._kept.append((storage, storage.data_ptr(), content))
 
     def undo(self) -> None:
+        storages = [tensor.untyped_storage() for tensor, _ in self._data if not is_fake(tensor)]
+        owners = {storage.data_ptr(): storage._cdata for storage in storages}
         for storage, address, content in self._kept:
-            # else tensors have been resized, or given other memory (`share_memory_`)
-            if (storage.data_ptr(), len(storage)) == (address, len(content)):
+            # else tensors have been resized, or given other memory: `share_memory_` writes to that through a storage
+            # of its own, before the tensor's has it
+            is_its_own = owners.get(address, storage._cdata) == storage._cdata
+            if is_its_own and (storage.data_ptr(), len(storage)) == (address, len(content)):
                 storage.copy_(content)
         for tensor, before in self._data:
             if _place(tensor) != _place(before):
