@@ -49,6 +49,14 @@ _FUSED = {
     "PARTIAL_ROWWISE_ADAM",
     "PARTIAL_ROWWISE_LAMB",
 }
+# of torchrec: their step is that of the optimizers within, which are told of, too
+_WRAPPERS = {
+    "CombinedOptimizer",
+    "KeyedOptimizerWrapper",
+    "OptimizerWrapper",
+    "GradientClippingOptimizer",
+    "WarmupOptimizer",
+}
 Ids = torch.Tensor | Sequence[int] | np.ndarray[Any, Any]
 _log = logging.getLogger("weightswap")
 
@@ -237,6 +245,8 @@ def _be_told_of_steps(tracker: RowTracker) -> None:
 
 
 def _tell(step: Callable[..., None], optimizer: Optimizer, args: tuple[Any, ...], options: Any) -> None:
+    if _is_wrapper(optimizer):
+        return
     for reference in _trackers.copy():  # others may come meanwhile
         if tracker := reference():
             step(tracker, optimizer, has_closure=len(args) > 1 or bool(options))
@@ -445,6 +455,11 @@ def _inner(optimizer: Any) -> Iterator[Optimizer]:
         yield from _inner(each)
     if not within:
         yield optimizer
+
+
+def _is_wrapper(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    return kind.__name__ in _WRAPPERS and kind.__module__.startswith("torchrec.optim.")
 
 
 def _spreads(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> str:

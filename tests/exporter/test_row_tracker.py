@@ -264,6 +264,37 @@ def test_optimizers_within_others_are_examined() -> None:
         RowTracker(model, Accelerated(torch.optim.Adam(model.parameters())))
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("told", [True, False])
+def test_steps_of_torchrecs_optimizers_are_those_of_the_ones_within(told: bool, is_wrapped: bool) -> None:
+    pytest.importorskip("torchrec")
+    from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+    def combined(model: Recommender, build: Callable[..., Any]) -> Any:
+        both = {"tables": model.tables(), "top": model.top.parameters()}
+        named = {part: {f"{part}.{n}": each for n, each in enumerate(tensors)} for part, tensors in both.items()}
+        parts = {"tables": build, "top": torch.optim.AdamW}
+        optimizer: Any = CombinedOptimizer([(part, KeyedOptimizerWrapper(named[part], parts[part])) for part in parts])
+        if is_wrapped:
+            stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.5)]
+            clipped = GradientClippingOptimizer(optimizer, GradientClipping.NORM, max_gradient=1.0)
+            optimizer = WarmupOptimizer(clipped, stages, lr=0.1)
+        return optimizer
+
+    model = Recommender(sparse=False)
+    optimizer = combined(model, lambda tables: SGD(tables, lr=0.1))
+    tracker = RowTracker(model, *[optimizer] if told else [])
+    for _ in range(3):
+        with compared(model, tracker):
+            train(model, [optimizer])
+        assert unknown(tracker) == []
+    adam = combined(model, torch.optim.Adam)
+    with pytest.raises(Unsupported, match="the moments of Adam keep"):
+        train(model, [adam])
+
+
 def test_steps_of_a_compiled_training_are_noticed() -> None:
     tracked = Tracked(sparse=False)
     compiled = torch.compile(tracked.model, backend="eager", fullgraph=True)
