@@ -57,6 +57,14 @@ _WRAPPERS = {
     "GradientClippingOptimizer",
     "WarmupOptimizer",
 }
+# of torchrec: they start rows anew that nobody has looked up
+_REUSING = {
+    "torchrec.distributed.mc_embedding_modules": ("BaseShardedManagedCollisionEmbeddingCollection",),
+    "torchrec.distributed.itep_embeddingbag": (
+        "ShardedITEPEmbeddingBagCollection",
+        "ShardedITEPEmbeddingCollection",
+    ),
+}
 Ids = torch.Tensor | Sequence[int] | np.ndarray[Any, Any]
 _log = logging.getLogger("weightswap")
 
@@ -525,7 +533,7 @@ class _Sharded:
             )
         tracker._weightswap = weakref.ref(self)
         self._tracker = tracker
-        self._kept_under = _kept_under(path, tracker)
+        self._kept_under = _kept_under(path, model, tracker)
         self.names = list(self._kept_under)
         _check_fused(model)
 
@@ -547,20 +555,37 @@ class _Sharded:
                     yield name, lookup.ids
 
 
-def _kept_under(path: str, tracker: Any) -> dict[str, set[str]]:
+def _kept_under(path: str, model: nn.Module, tracker: Any) -> dict[str, set[str]]:
     """Return the names under which torchrec's tracker keeps the ids of each table.
 
     It keeps those of a feature under one table alone, whichever others the feature has, and finds that table's module
-    by its name, which may be another's, too.
+    by its name, which may be another's, too. Tables of which it is not told each row are compared as a whole.
     """
+    reused = _reused(model)
     found = {}
     for module_path, module in tracker.tracked_modules.items():
+        if id(module) in reused:
+            continue
         part = "embedding_bags" if hasattr(module, "embedding_bags") else "embeddings"
         for table, config in module._table_name_to_config.items():
             keys = {tracker.feature_to_fqn.get(feature) for feature in config.feature_names}
             if None not in keys:  # one that the tracker skips is compared as a whole
                 found[".".join(filter(None, [path, module_path, part, table, "weight"]))] = keys
     return found
+
+
+def _reused(model: nn.Module) -> set[int]:
+    """Return the ids of the modules whose rows are given to other ids, and started anew, by what they are in.
+
+    torchrec's tracker is told of no such row, and of managed collisions of no lookup either.
+    """
+    kinds = tuple(
+        kind
+        for place, names in _REUSING.items()
+        for name in names
+        if (kind := getattr(sys.modules.get(place), name, None)) is not None
+    )
+    return {id(inner) for outer in model.modules() if isinstance(outer, kinds) for inner in outer.modules()}
 
 
 def _check_trackable(model: Any) -> None:

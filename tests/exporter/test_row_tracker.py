@@ -743,6 +743,19 @@ def test_lookups_beside_the_forward_of_a_sharded_model_are_known(one_process: No
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_sharded_tables_whose_rows_are_given_to_other_ids_are_not_tracked(is_pooled: bool, one_process: None) -> None:
+    from tests.support.sharded import evicting
+
+    model = evicting(is_pooled=is_pooled)
+    with pytest.raises(CheckpointError, match="name its tables in tables="):
+        RowTracker(model)
+    evicted = f"tables._embedding_module.{'embedding_bags' if is_pooled else 'embeddings'}.e.weight"
+    with pytest.raises(Unsupported, match=f"RowTracker: {evicted}: changed by a backward pass"):
+        RowTracker(model, tables=[evicted])
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_models_of_which_the_tracker_of_torchrec_fails_are_refused(one_process: None) -> None:
     from tests.support.sharded import Towers, bags, batch, shard
 
