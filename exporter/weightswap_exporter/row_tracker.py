@@ -648,10 +648,19 @@ def _fused_optimizer(module: nn.Module) -> str | None:
 
 
 def _check_fused(model: nn.Module) -> None:
-    for path, module in model.named_modules():
+    for path, module in _looking_up(model):
         optimizer = _fused_optimizer(module)
         if optimizer is not None and optimizer not in _FUSED:
             raise Unsupported(
                 f"RowTracker: {path}: fbgemm's {optimizer} may change rows that are not in the batch, so that a "
                 f"tracker would miss them. {_ALTERNATIVE}"
             )
+
+
+def _looking_up(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules with their paths; torchrec's sharded ones keep those that look up in lists of their own."""
+    for path, module in model.named_modules():
+        yield path, module
+        for lookup in getattr(module, "_lookups", ()):
+            for inner in lookup.modules() if isinstance(lookup, nn.Module) else ():
+                yield path, inner

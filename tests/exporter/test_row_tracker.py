@@ -756,6 +756,19 @@ def test_sharded_tables_whose_rows_are_given_to_other_ids_are_not_tracked(is_poo
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_fused_optimizers_that_change_whole_tables_are_refused(one_process: None) -> None:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    from tests.support.sharded import Towers, bags, shard
+
+    averaging = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD})
+    model = shard(Towers(bags(p="abc")), None, sharders=[averaging])
+    with pytest.raises(Unsupported, match=r"one\.tables: fbgemm's EMAINPLACE_ROWWISE_ADAGRAD may change rows that are"):
+        RowTracker(model)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_models_of_which_the_tracker_of_torchrec_fails_are_refused(one_process: None) -> None:
     from tests.support.sharded import Towers, bags, batch, shard
 

@@ -79,11 +79,12 @@ def bags(**features: Sequence[str]) -> nn.Module:
     return collection
 
 
-def shard(model: nn.Module, optimizer: Any = torch.optim.SGD) -> DistributedModelParallel:
-    """Shard tables in this process, with an optimizer that is fused into the backward."""
+def shard(model: nn.Module, optimizer: Any = torch.optim.SGD, sharders: Any = None) -> DistributedModelParallel:
+    """Shard tables in this process, with an optimizer that is fused into the backward; None: that of the sharders."""
     tables = [parameter for name, parameter in model.named_parameters() if ".embedding" in name]
-    apply_optimizer_in_backward(optimizer, tables, {"lr": 0.1})
-    return DistributedModelParallel(model, device=torch.device("cpu"))
+    if optimizer is not None:
+        apply_optimizer_in_backward(optimizer, tables, {"lr": 0.1})
+    return DistributedModelParallel(model, device=torch.device("cpu"), sharders=sharders)
 
 
 class Sharded:
