@@ -410,7 +410,9 @@ def _tables(model: nn.Module, names: Iterable[str] | None, sharded: set[str]) ->
         kinds = (nn.Embedding, nn.EmbeddingBag)
         modules = dict(model.named_modules(remove_duplicate=False))
         chosen = [name for name in whole if isinstance(modules.get(name.rpartition(".")[0]), kinds)]
-        chosen = [name for name in whole if name in {*chosen, *sharded}]
+        # names of parameters of a DistributedModelParallel are without its wrappers, those of modules are not
+        beside = {id(module.weight) for module in modules.values() if isinstance(module, kinds)} if sharded else ()
+        chosen = [name for name in whole if name in {*chosen, *sharded} or id(whole[name]) in beside]
     else:
         chosen = [names] if isinstance(names, str) else list(names)
     if not chosen:
@@ -625,10 +627,12 @@ def _sharded(model: nn.Module) -> Iterator[_Sharded]:
 def _check_backward(model: nn.Module, tables: Iterable[_Table], sharded: set[str]) -> None:
     """Raise Unsupported for tables that a backward pass changes, which neither torch nor torchrec's tracker tells."""
     fused = getattr(sys.modules.get("torchrec.optim.fused"), "FusedOptimizerModule", ())
+    # it has the optimizers of what is within, and plain parameters beside
+    parallel = getattr(sys.modules.get("torchrec.distributed.model_parallel"), "DistributedModelParallel", ())
     changed = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, fused) or _fused_optimizer(module) is not None
+        if (isinstance(module, fused) and not isinstance(module, parallel)) or _fused_optimizer(module) is not None
         for parameter in module.parameters()
     }
     if odd := [table.names[0] for table in tables if id(table.tensor) in changed and sharded.isdisjoint(table.names)]:

@@ -756,6 +756,24 @@ def test_sharded_tables_whose_rows_are_given_to_other_ids_are_not_tracked(is_poo
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_plain_tables_beside_sharded_ones_are_tracked_by_steps(one_process: None) -> None:
+    from tests.support.sharded import Towers, bags, batch, shard
+
+    plain = Towers(bags(p="abc"))
+    plain.one["top"] = nn.Sequential(
+        nn.Linear(8, 1), Does(lambda m, x: x * m.table.weight[2].sum(), table=nn.Embedding(9, 4))
+    )
+    model = shard(plain)
+    optimizer = SGD([p for name, p in model.named_parameters() if "top" in name], lr=0.1)
+    tracker = RowTracker(model, optimizer)
+    assert tracker.tables == ("one.tables.embedding_bags.p.weight", "one.top.1.table.weight")
+    with compared(model, tracker):
+        model(*batch()).backward()
+        optimizer.step()
+    assert reported(tracker)["one.top.1.table.weight"] == [2]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_fused_optimizers_that_change_whole_tables_are_refused(one_process: None) -> None:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
