@@ -49,6 +49,22 @@ _FUSED = {
     "PARTIAL_ROWWISE_ADAM",
     "PARTIAL_ROWWISE_LAMB",
 }
+# of torchrec: their step is that of the optimizers within, which are told of, too
+_WRAPPERS = {
+    "CombinedOptimizer",
+    "KeyedOptimizerWrapper",
+    "OptimizerWrapper",
+    "GradientClippingOptimizer",
+    "WarmupOptimizer",
+}
+# of torchrec: they start rows anew that nobody has looked up
+_REUSING = {
+    "torchrec.distributed.mc_embedding_modules": ("BaseShardedManagedCollisionEmbeddingCollection",),
+    "torchrec.distributed.itep_embeddingbag": (
+        "ShardedITEPEmbeddingBagCollection",
+        "ShardedITEPEmbeddingCollection",
+    ),
+}
 Ids = torch.Tensor | Sequence[int] | np.ndarray[Any, Any]
 _log = logging.getLogger("weightswap")
 
@@ -237,6 +253,8 @@ def _be_told_of_steps(tracker: RowTracker) -> None:
 
 
 def _tell(step: Callable[..., None], optimizer: Optimizer, args: tuple[Any, ...], options: Any) -> None:
+    if _is_wrapper(optimizer):
+        return
     for reference in _trackers.copy():  # others may come meanwhile
         if tracker := reference():
             step(tracker, optimizer, has_closure=len(args) > 1 or bool(options))
@@ -392,7 +410,9 @@ def _tables(model: nn.Module, names: Iterable[str] | None, sharded: set[str]) ->
         kinds = (nn.Embedding, nn.EmbeddingBag)
         modules = dict(model.named_modules(remove_duplicate=False))
         chosen = [name for name in whole if isinstance(modules.get(name.rpartition(".")[0]), kinds)]
-        chosen = [name for name in whole if name in {*chosen, *sharded}]
+        # names of parameters of a DistributedModelParallel are without its wrappers, those of modules are not
+        beside = {id(module.weight) for module in modules.values() if isinstance(module, kinds)} if sharded else ()
+        chosen = [name for name in whole if name in {*chosen, *sharded} or id(whole[name]) in beside]
     else:
         chosen = [names] if isinstance(names, str) else list(names)
     if not chosen:
@@ -445,6 +465,11 @@ def _inner(optimizer: Any) -> Iterator[Optimizer]:
         yield from _inner(each)
     if not within:
         yield optimizer
+
+
+def _is_wrapper(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    return kind.__name__ in _WRAPPERS and kind.__module__.startswith("torchrec.optim.")
 
 
 def _spreads(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> str:
@@ -510,7 +535,7 @@ class _Sharded:
             )
         tracker._weightswap = weakref.ref(self)
         self._tracker = tracker
-        self._kept_under = _kept_under(path, tracker)
+        self._kept_under = _kept_under(path, model, tracker)
         self.names = list(self._kept_under)
         _check_fused(model)
 
@@ -532,20 +557,37 @@ class _Sharded:
                     yield name, lookup.ids
 
 
-def _kept_under(path: str, tracker: Any) -> dict[str, set[str]]:
+def _kept_under(path: str, model: nn.Module, tracker: Any) -> dict[str, set[str]]:
     """Return the names under which torchrec's tracker keeps the ids of each table.
 
     It keeps those of a feature under one table alone, whichever others the feature has, and finds that table's module
-    by its name, which may be another's, too.
+    by its name, which may be another's, too. Tables of which it is not told each row are compared as a whole.
     """
+    reused = _reused(model)
     found = {}
     for module_path, module in tracker.tracked_modules.items():
+        if id(module) in reused:
+            continue
         part = "embedding_bags" if hasattr(module, "embedding_bags") else "embeddings"
         for table, config in module._table_name_to_config.items():
             keys = {tracker.feature_to_fqn.get(feature) for feature in config.feature_names}
             if None not in keys:  # one that the tracker skips is compared as a whole
                 found[".".join(filter(None, [path, module_path, part, table, "weight"]))] = keys
     return found
+
+
+def _reused(model: nn.Module) -> set[int]:
+    """Return the ids of the modules whose rows are given to other ids, and started anew, by what they are in.
+
+    torchrec's tracker is told of no such row, and of managed collisions of no lookup either.
+    """
+    kinds = tuple(
+        kind
+        for place, names in _REUSING.items()
+        for name in names
+        if (kind := getattr(sys.modules.get(place), name, None)) is not None
+    )
+    return {id(inner) for outer in model.modules() if isinstance(outer, kinds) for inner in outer.modules()}
 
 
 def _check_trackable(model: Any) -> None:
@@ -585,10 +627,12 @@ def _sharded(model: nn.Module) -> Iterator[_Sharded]:
 def _check_backward(model: nn.Module, tables: Iterable[_Table], sharded: set[str]) -> None:
     """Raise Unsupported for tables that a backward pass changes, which neither torch nor torchrec's tracker tells."""
     fused = getattr(sys.modules.get("torchrec.optim.fused"), "FusedOptimizerModule", ())
+    # it has the optimizers of what is within, and plain parameters beside
+    parallel = getattr(sys.modules.get("torchrec.distributed.model_parallel"), "DistributedModelParallel", ())
     changed = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, fused) or _fused_optimizer(module) is not None
+        if (isinstance(module, fused) and not isinstance(module, parallel)) or _fused_optimizer(module) is not None
         for parameter in module.parameters()
     }
     if odd := [table.names[0] for table in tables if id(table.tensor) in changed and sharded.isdisjoint(table.names)]:
@@ -608,10 +652,19 @@ def _fused_optimizer(module: nn.Module) -> str | None:
 
 
 def _check_fused(model: nn.Module) -> None:
-    for path, module in model.named_modules():
+    for path, module in _looking_up(model):
         optimizer = _fused_optimizer(module)
         if optimizer is not None and optimizer not in _FUSED:
             raise Unsupported(
                 f"RowTracker: {path}: fbgemm's {optimizer} may change rows that are not in the batch, so that a "
                 f"tracker would miss them. {_ALTERNATIVE}"
             )
+
+
+def _looking_up(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules with their paths; torchrec's sharded ones keep those that look up in lists of their own."""
+    for path, module in model.named_modules():
+        yield path, module
+        for lookup in getattr(module, "_lookups", ()):
+            for inner in lookup.modules() if isinstance(lookup, nn.Module) else ():
+                yield path, inner

@@ -264,6 +264,37 @@ def test_optimizers_within_others_are_examined() -> None:
         RowTracker(model, Accelerated(torch.optim.Adam(model.parameters())))
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("told", [True, False])
+def test_steps_of_torchrecs_optimizers_are_those_of_the_ones_within(told: bool, is_wrapped: bool) -> None:
+    pytest.importorskip("torchrec")
+    from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+    def combined(model: Recommender, build: Callable[..., Any]) -> Any:
+        both = {"tables": model.tables(), "top": model.top.parameters()}
+        named = {part: {f"{part}.{n}": each for n, each in enumerate(tensors)} for part, tensors in both.items()}
+        parts = {"tables": build, "top": torch.optim.AdamW}
+        optimizer: Any = CombinedOptimizer([(part, KeyedOptimizerWrapper(named[part], parts[part])) for part in parts])
+        if is_wrapped:
+            stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.5)]
+            clipped = GradientClippingOptimizer(optimizer, GradientClipping.NORM, max_gradient=1.0)
+            optimizer = WarmupOptimizer(clipped, stages, lr=0.1)
+        return optimizer
+
+    model = Recommender(sparse=False)
+    optimizer = combined(model, lambda tables: SGD(tables, lr=0.1))
+    tracker = RowTracker(model, *[optimizer] if told else [])
+    for _ in range(3):
+        with compared(model, tracker):
+            train(model, [optimizer])
+        assert unknown(tracker) == []
+    adam = combined(model, torch.optim.Adam)
+    with pytest.raises(Unsupported, match="the moments of Adam keep"):
+        train(model, [adam])
+
+
 def test_steps_of_a_compiled_training_are_noticed() -> None:
     tracked = Tracked(sparse=False)
     compiled = torch.compile(tracked.model, backend="eager", fullgraph=True)
@@ -709,6 +740,50 @@ def test_lookups_beside_the_forward_of_a_sharded_model_are_known(one_process: No
         with compared(model, tracker):
             model.module(*batch()).backward()
         assert unknown(tracker) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_sharded_tables_whose_rows_are_given_to_other_ids_are_not_tracked(is_pooled: bool, one_process: None) -> None:
+    from tests.support.sharded import evicting
+
+    model = evicting(is_pooled=is_pooled)
+    with pytest.raises(CheckpointError, match="name its tables in tables="):
+        RowTracker(model)
+    evicted = f"tables._embedding_module.{'embedding_bags' if is_pooled else 'embeddings'}.e.weight"
+    with pytest.raises(Unsupported, match=f"RowTracker: {evicted}: changed by a backward pass"):
+        RowTracker(model, tables=[evicted])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plain_tables_beside_sharded_ones_are_tracked_by_steps(one_process: None) -> None:
+    from tests.support.sharded import Towers, bags, batch, shard
+
+    plain = Towers(bags(p="abc"))
+    plain.one["top"] = nn.Sequential(
+        nn.Linear(8, 1), Does(lambda m, x: x * m.table.weight[2].sum(), table=nn.Embedding(9, 4))
+    )
+    model = shard(plain)
+    optimizer = SGD([p for name, p in model.named_parameters() if "top" in name], lr=0.1)
+    tracker = RowTracker(model, optimizer)
+    assert tracker.tables == ("one.tables.embedding_bags.p.weight", "one.top.1.table.weight")
+    with compared(model, tracker):
+        model(*batch()).backward()
+        optimizer.step()
+    assert reported(tracker)["one.top.1.table.weight"] == [2]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fused_optimizers_that_change_whole_tables_are_refused(one_process: None) -> None:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    from tests.support.sharded import Towers, bags, shard
+
+    averaging = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD})
+    model = shard(Towers(bags(p="abc")), None, sharders=[averaging])
+    with pytest.raises(Unsupported, match=r"one\.tables: fbgemm's EMAINPLACE_ROWWISE_ADAGRAD may change rows that are"):
+        RowTracker(model)
 
 
 @pytest.mark.filterwarnings("ignore")

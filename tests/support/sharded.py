@@ -8,9 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed import mc_embedding, mc_embeddingbag
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules import mc_embedding_modules
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -70,11 +79,12 @@ def bags(**features: Sequence[str]) -> nn.Module:
     return collection
 
 
-def shard(model: nn.Module, optimizer: Any = torch.optim.SGD) -> DistributedModelParallel:
-    """Shard tables in this process, with an optimizer that is fused into the backward."""
+def shard(model: nn.Module, optimizer: Any = torch.optim.SGD, sharders: Any = None) -> DistributedModelParallel:
+    """Shard tables in this process, with an optimizer that is fused into the backward; None: that of the sharders."""
     tables = [parameter for name, parameter in model.named_parameters() if ".embedding" in name]
-    apply_optimizer_in_backward(optimizer, tables, {"lr": 0.1})
-    return DistributedModelParallel(model, device=torch.device("cpu"))
+    if optimizer is not None:
+        apply_optimizer_in_backward(optimizer, tables, {"lr": 0.1})
+    return DistributedModelParallel(model, device=torch.device("cpu"), sharders=sharders)
 
 
 class Sharded:
@@ -91,3 +101,21 @@ class Sharded:
             self.optimizers[0].zero_grad()
             (self.model(*self._plain.batch()) - 1).pow(2).mean().backward()
             self.optimizers[0].step()
+
+
+def evicting(*, is_pooled: bool) -> DistributedModelParallel:
+    """Shard a table `e`, whose rows are given to the ids that come most, beside a plain one."""
+    kind = "ManagedCollisionEmbedding" + ("BagCollection" if is_pooled else "Collection")
+    sharder = getattr(mc_embeddingbag if is_pooled else mc_embedding, f"{kind}Sharder")()
+    config: Any = EmbeddingBagConfig if is_pooled else EmbeddingConfig
+    collection: Any = EmbeddingBagCollection if is_pooled else EmbeddingCollection
+    configs = [config(name="e", embedding_dim=WIDTH, num_embeddings=9, feature_names=KEYS)]
+    policy, device = DistanceLFU_EvictionPolicy(), torch.device("cpu")
+    managed = {"e": MCHManagedCollisionModule(9, device, policy, eviction_interval=1, input_hash_size=ROWS)}
+    tables = collection(tables=configs, device=device)
+    model = nn.ModuleDict({"plain": nn.Embedding(9, WIDTH)})
+    model["tables"] = getattr(mc_embedding_modules, kind)(tables, ManagedCollisionCollection(managed, configs))
+    apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 0.1})
+    rows = {"e": row_wise(compute_kernel="fused")}
+    plan = construct_module_sharding_plan(model["tables"], rows, sharder, 1, 1, "cpu")
+    return DistributedModelParallel(model, device=device, plan=ShardingPlan({"tables": plan}), sharders=[sharder])
