@@ -149,8 +149,46 @@ def test_adapters_other_than_lora_keep_their_factor(kind: str, tmp_path: Path) -
         ("BOFTConfig", {"target_modules": ["first"], "boft_block_size": 2}),
         ("LNTuningConfig", {"target_modules": ["norm"]}),
         ("RoadConfig", {"target_modules": ["first"], "group_size": 4}),
+        ("OSFConfig", {"target_modules": ["first"]}),
+        ("PsoftConfig", {"target_modules": ["first"], "r": 2}),
+        ("LoraConfig", {"target_modules": ["first"], "modules_to_save": ["norm"]}),
     ],
 )
 def test_adapters_whose_zeros_are_not_the_base_are_refused(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="at zeros is not the base alone"):
         export(tuned_by(kind, **options), (X,), out=tmp_path / "a.artifact", variants={"v": "*.default*"})
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first = nn.Embedding(6, 4), nn.Linear(4, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.first(self.table(ids))
+        return output
+
+
+@pytest.mark.parametrize("pattern", ["*.default*", "*lora_*", "*trainable_tokens_delta*"])
+def test_trained_tokens_are_refused(pattern: str, tmp_path: Path) -> None:
+    """They replace rows of the base's table."""
+    import peft
+
+    alone = peft.TrainableTokensConfig(token_indices=[1, 2], target_modules=["table"])
+    beside = peft.LoraConfig(target_modules=["first"], trainable_token_indices={"table": [1, 2]})
+    model = peft.get_peft_model(Embedded(), beside if "lora" in pattern else alone).eval()
+    with pytest.raises(CaptureError, match="trainable_tokens at zeros is not the base alone"):
+        export(model, (torch.arange(6),), out=tmp_path / "a.artifact", variants={"v": pattern})
+
+
+@pytest.mark.parametrize("options", [{"alora_invocation_tokens": [1]}, {"kasa_config": True}, {"use_dora": True}])
+def test_what_makes_other_kinds_of_lora_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    """A graph of them computes something else with a plain adapter, of the same names and shapes, than PEFT."""
+    from peft.tuners.lora.config import KasaConfig
+
+    given = {"kasa_config": KasaConfig()} if "kasa_config" in options else options
+    model = tuned_by("LoraConfig", r=2, target_modules=["first"], **given)
+    with pytest.raises(
+        CaptureError, match=r"first: (PEFT computes \w+|uses DoRA).*; only (plain )?LoRA can be variable"
+    ):
+        export(model, (X,), out=tmp_path / "a.artifact", variants={"v": "*lora_*"})

@@ -26,7 +26,7 @@ _ADVICE = (
     "Export the model that these weights belong to. Where these settings change nothing in what it computes, give the "
     "weights without the configuration: the path of a file in the folder, or the state dict of a module."
 )
-_FACTORS = "peft_scaling"
+_FACTORS, _ADAPTERS = "peft_scaling", "peft_adapters"
 _PEFT_PREFIX = "base_model.model."
 _DEEPEST = 4  # levels of configurations within others, such as that of the text model
 _COMPARED = re.compile(
@@ -50,26 +50,37 @@ _KINDS = {"swish": "silu", "su": "longrope"}  # older names of functions and of 
 
 def config_of(module: nn.Module, *, scaled: bool = True) -> dict[str, Any]:
     """Return the settings of the transformers model that a module is, or holds, none if it holds several; and the
-    factors of PEFT's adapters, unless calls choose those (`scaled` is False)."""
-    factors = _factors(module) if scaled else {}
-    return _config_of(module) | ({_FACTORS: factors} if factors else {})
+    adapters that PEFT's layers apply, with their factors, unless calls choose those (`scaled` is False)."""
+    layers = _peft_layers(module) if scaled else {}
+    factors = {name: found for name, layer in layers.items() if (found := _factors_of(layer))}
+    adapters = {name: _applied(layer) for name, layer in layers.items()}
+    return _config_of(module) | ({_FACTORS: factors} if factors else {}) | ({_ADAPTERS: adapters} if adapters else {})
 
 
-def _factors(module: nn.Module) -> dict[str, list[float]]:
-    """Return the factors of the adapters that PEFT's layers add, by the layer's name in the base model.
-
-    They follow from `lora_alpha` and the rank, and are numbers of a graph, as no tensor of a checkpoint has them.
-    """
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
-    if tuners is None:
+def _peft_layers(module: nn.Module) -> dict[str, Any]:
+    """Return what PEFT has put around a module's layers, by the layer's name in the base model."""
+    tuners, others = sys.modules.get("peft.tuners.tuners_utils"), sys.modules.get("peft.utils.other")
+    if tuners is None or others is None:
         return {}
-    layers = ((name, each) for name, each in module.named_modules() if isinstance(each, tuners.BaseTunerLayer))
-    return {name.removeprefix(_PEFT_PREFIX): found for name, layer in layers if (found := _factors_of(layer))}
+    kinds = (tuners.BaseTunerLayer, others.AuxiliaryTrainingWrapper)
+    layers = ((name, each) for name, each in module.named_modules() if isinstance(each, kinds))
+    return {name.removeprefix(_PEFT_PREFIX): layer for name, layer in layers}
+
+
+def _applied(layer: Any) -> list[str]:
+    """Return the names of the adapters that a layer applies, which no tensor tells: it may have others as well."""
+    available = layer._get_available_adapters()
+    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in available]
 
 
 def _factors_of(layer: Any) -> list[float]:
-    scaling = getattr(layer, "scaling", None)
-    if not isinstance(scaling, dict) or layer.merged or layer.disable_adapters:
+    """Return the factors of the adapters that a layer applies. They are numbers of a graph: no tensor has them.
+
+    They follow from `lora_alpha` and the rank, or from the setting `scaling` of a kind that names them after itself.
+    """
+    named = (value for name, value in vars(layer).items() if name == "scaling" or name.endswith("_scaling"))
+    scaling = next(named, None)
+    if getattr(layer, "merged", False) or not isinstance(scaling, dict) or layer.disable_adapters:
         return []
     try:
         return [float(scaling[name]) for name in layer.active_adapters if name in scaling]

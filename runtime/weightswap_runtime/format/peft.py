@@ -34,6 +34,7 @@ _MOST_CONFIG = 256 << 10  # bytes
 _PREFIX = "base_model.model."
 _ALL_LINEAR = "all-linear"
 _ROW = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
+_BIAS = re.compile(r".*\.lora_B\.[^.]+\.bias")  # of LoRA's own (lora_bias): one that an adapter lacks is zeros
 _BASE_WEIGHT = re.compile(r"(?P<module>.*?)(?:\.base_layer)?\.weight(?:\.[^.]+)*")
 _OF_THE_BASE = (
     "belongs to the base, not to a variant: swap in a base that has its values, and leave it out here "
@@ -120,6 +121,11 @@ def match_peft(
             RowSource(row, key, config.factor(part.module, ranks[part.module]) if part and part.is_b else 1.0)
         )
     problems += _missing_halves(sources)
+    problems += [
+        f"{row.name}: the graph takes it from variants, and a PEFT directory has none: only a file with all FQNs has it"
+        for row, part in parsed.items()
+        if part is None and not _BIAS.fullmatch(row.name)
+    ]
     present = {part.module for source in sources if source.key and (part := parsed[source.row])}
     problems += _untargeted(config, linear, others, present)
     problems += [

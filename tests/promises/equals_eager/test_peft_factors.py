@@ -62,3 +62,69 @@ def test_a_base_takes_no_factor_from_the_variants_of_its_model(tmp_path: Path) -
     artifact = export(with_lora(base(0)), (X,), out=tmp_path / "a.artifact", variants={"lora": "*lora_*"})
     served = load(artifact, pack(tuned(1, lora_alpha=3 * RANK), artifact, out=tmp_path / "w.safetensors").path)
     assert torch.equal(served(X), base(0)(X))
+
+
+@pytest.mark.parametrize("kind", ["FourierFTConfig", "WaveFTConfig"])
+def test_an_adapter_with_another_scaling_is_refused(kind: str, tmp_path: Path) -> None:
+    """Kinds that name their factor after themselves."""
+
+    def build(scaling: float) -> Any:
+        config = getattr(peft, kind)(n_frequency=3, scaling=scaling, target_modules=["first"])
+        return peft.get_peft_model(base(0), config).eval()
+
+    artifact = export(build(2.0), (X,), out=tmp_path / "a.artifact")
+    served = load(artifact, build(2.0))
+    check_refused(served, artifact, build(3.0), r"peft_scaling.first: \[2.0\] in the graph, \[3.0\]")
+
+
+def pair() -> Any:
+    """Return a model with two adapters, of which PEFT applies the first."""
+    model = tuned(0)
+    model.add_adapter("second", peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["first", "second"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".second.weight" in name and "lora_" in name:
+                parameter.normal_()
+    return model.eval()
+
+
+def test_a_module_that_applies_other_adapters_is_refused(tmp_path: Path) -> None:
+    """Which of its adapters a model applies, and whether any, is in no tensor: a graph has those of the export."""
+    model = pair()
+    artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    served = load(artifact, model)
+    before = served(X)
+    assert torch.equal(before, model(X))
+    model.base_model.set_adapter("second")
+    assert not torch.equal(before, model(X))
+    check_refused(served, artifact, model, r"peft_adapters.first: \['default'\] in the graph, \['second'\]")
+    model.base_model.set_adapter("default")
+    model.base_model.disable_adapter_layers()
+    check_refused(served, artifact, model, r"peft_adapters.first: \['default'\] in the graph, \[\]")
+    without = export(model, (X,), out=tmp_path / "without.artifact")
+    disabled = load(without, model)
+    assert torch.equal(disabled(X), model(X))
+    model.base_model.enable_adapter_layers()
+    check_refused(disabled, without, model, r"peft_adapters.first: \[\] in the graph, \['default'\]")
+    served.swap(model)
+    assert torch.equal(served(X), model(X))
+
+
+def test_a_module_that_applies_another_copy_of_a_saved_module_is_refused(tmp_path: Path) -> None:
+    model = with_lora(base(0), target_modules=["first"], modules_to_save=["second"])
+    with torch.no_grad():
+        model.get_submodule("base_model.model.second.modules_to_save.default").weight.zero_()
+    artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    served = load(artifact, model)
+    assert torch.equal(served(X), model(X))
+    with model.disable_adapter():
+        check_refused(served, artifact, model, r"peft_adapters.second: \['default'\] in the graph, \[\]")
+
+
+def check_refused(served: Any, artifact: Any, other: Any, text: str) -> None:
+    before = served(X)
+    with pytest.raises(WeightsMismatch, match=text):
+        served.swap(other)
+    with pytest.raises((WeightsMismatch, CheckpointError), match=text):
+        pack(other, artifact, out=artifact.path.with_suffix(".safetensors"))
+    assert torch.equal(served(X), before)

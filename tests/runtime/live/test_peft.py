@@ -290,6 +290,20 @@ def test_targets_and_ranks_that_the_graph_has_no_place_for(model: Model, tmp_pat
         model.add_variant("lora", "a", tmp_path / "rank")
 
 
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
+def test_a_directory_lacks_what_a_group_has_beside_lora(tmp_path: Path) -> None:
+    """At zeros, a norm would not be the one over which PEFT computes; a bias of LoRA's own would."""
+    wrapped = tuned(r=RANK, target_modules=["v_proj"], lora_bias=True)
+    groups = {"lora": ["*lora_*", "*.input_layernorm.weight"], "norms": "model.norm.weight"}
+    served = load(export(wrapped, (IDS,), out=tmp_path / "a.artifact", variants=groups))
+    tuned(r=4, target_modules=["v_proj"]).save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    with pytest.raises(WeightsMismatch, match=r"1\.input_layernorm\.weight: .*a PEFT directory has none") as error:
+        served.add_variant("lora", "a", tmp_path / "peft")
+    assert "lora_B" not in str(error.value)
+    with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight: .*a PEFT directory has none"):
+        served.add_variant("norms", "a", tmp_path / "peft")
+
+
 def invoke(command: typer.Typer, *arguments: object, status: int = 0) -> Result:
     result = CliRunner().invoke(command, list(map(str, arguments)))
     assert result.exit_code == status, result.output
