@@ -52,6 +52,7 @@ def adapt(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             (_has_indices, _refuse_indices),
             (_rounds_integers, _exact_integers),
             (is_remainder_of_fractions, exact_remainder),
+            (_is_remainder_by_size, _with_size_as_tensor),
             (is_floor_of_fractions, exact_floor),
             (_is_nearest_to_size, _exact_nearest),
             (is_dynamic_pool, exact_pool),
@@ -269,6 +270,20 @@ def _rounded(graph: torch.fx.Graph, dividend: torch.fx.Node, divisor: torch.fx.N
         return graph.call_function(aten.add.Tensor, (floor, _int64(graph, away)))
     fmod = graph.call_function(aten.sub.Tensor, (remainder, divisor))
     return graph.call_function(aten.where.self, (away, fmod, remainder))
+
+
+def _is_remainder_by_size(node: torch.fx.Node) -> bool:
+    """Return whether the node is the remainder of integers by a size, of which torch's translation makes a constant."""
+    aten = torch.ops.aten
+    return node.target in (aten.remainder.Scalar, aten.remainder_.Scalar) and isinstance(node.args[1], torch.fx.Node)
+
+
+def _with_size_as_tensor(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    aten, (dividend, size) = torch.ops.aten, node.args
+    with graph.inserting_before(node):
+        divisor = graph.call_function(aten.scalar_tensor.default, (size,), {"dtype": node.meta["val"].dtype})
+    node.target = aten.remainder.Tensor if node.target is aten.remainder.Scalar else aten.remainder_.Tensor
+    node.args = (dividend, divisor)
 
 
 def _offset(node: torch.fx.Node) -> float | None:

@@ -180,6 +180,19 @@ def test_integers_are_divided_exactly(dtype: torch.dtype, below: int, tmp_path: 
         assert np.array_equal(found, wanted.numpy())
 
 
+def test_integers_are_divided_by_sizes(tmp_path: Path) -> None:
+    def act(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        rows = x.shape[0]
+        return [x % rows * m.one, x % -rows, x.int().remainder_(rows), x.to(torch.int8) % rows]
+
+    eager = Does(act, one=nn.Buffer(torch.ones(1)))
+    numbers = torch.tensor([-128, -7, -1, 0, 5, 13, 127])
+    model = served(eager, (numbers,), tmp_path, dynamic_shapes={"x": {0: Dim("rows", min=2, max=64)}})
+    for x in (numbers, numbers[:2], numbers[1:6]):
+        for found, expected in zip(map(torch.as_tensor, model(x.numpy())), eager(x), strict=True):
+            assert torch.equal(found, expected)
+
+
 class Orders(nn.Module):
     """Int64 that are far apart, beside others of their own."""
 
