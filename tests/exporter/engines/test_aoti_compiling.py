@@ -234,6 +234,32 @@ def test_operators_that_the_compiler_replaces_compute_what_they_did(tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_state_changes_once_in_each_call_whatever_the_threads_of_the_build(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        def count(m: Any, x: torch.Tensor) -> torch.Tensor:
+            m.calls.add_(1)
+            return m.scale * m.calls + x
+
+        module = Does(count, scale=nn.Parameter(torch.randn(4)))
+        module.register_buffer("calls", torch.ones(1))
+        return module.eval()
+
+    x, module, threads = torch.randn(4), build(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # as on a build machine with one processor
+        artifact = export(build(), (x,), out=tmp_path / "counter.artifact")
+        # the trial is a process with threads of its own: where it has one, too, it would find nothing
+        artifact = compile_engines(artifact, ["aoti"], trial=False)
+        torch.set_num_threads(4)  # as on a server
+        model = loaded(artifact, tmp_path, module, engine="aoti")
+        with model.new_context() as context:
+            for _ in range(3):
+                torch.testing.assert_close(model(x, context=context), module(x))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
 def test_copies_keep_what_a_call_then_changes(tmp_path: Path) -> None:
     """AOTInductor takes state and inputs themselves for copies of them, which it makes after the changes."""
 
@@ -274,7 +300,7 @@ def test_code_for_the_sample_alone_is_refused(tmp_path: Path) -> None:
     halves = Does(lambda m, x: nn.functional.glu(x * m.scale), scale=nn.Parameter(torch.ones(1)))
     artifact = export(halves, (torch.rand(2, 8),), out=tmp_path / "a", dynamic_shapes=({1: 2 * width},))
     with pytest.raises(CaptureError, match="for the sizes of the sample alone"):
-        compile_engines(artifact, ["aoti"], trial=False)
+        artifact = compile_engines(artifact, ["aoti"], trial=False)
 
 
 @pytest.mark.slow
