@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.server.worker_processes import eventually
+from tests.server.worker_processes import eventually, started
 from tests.support.administered import administered, change
 from tests.support.commands import run
 from tests.support.served import INFER, X, as_json, ask, serving
@@ -19,7 +22,21 @@ from weightswap_runtime import (
     Unsupported,
     load,
 )
+from weightswap_runtime.transfer.keeping import kept_files
 from weightswap_server import ModelSource
+
+WAITING_DISK = """
+import os, time
+
+fsync = os.fsync
+
+def waiting(descriptor):
+    while os.path.exists(os.environ["WAITS_WHILE"]):
+        time.sleep(0.05)
+    fsync(descriptor)
+
+os.fsync = waiting
+"""
 
 
 def test_a_server_is_ready_once_weights_were_sent(tiny: TinyArtifact, tmp_path: Path) -> None:
@@ -53,6 +70,26 @@ def test_a_server_that_starts_again_begins_with_what_was_served_last(
         assert serves(model, 3)
     with pytest.raises(Unsupported):
         ModelSource(artifact=str(tiny.path), watch=str(tmp_path), keep=kept).open()
+
+
+def test_an_owner_that_stops_may_take_the_grace_to_keep_what_was_sent_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, kept, full = TinyArtifact(tmp_path / "tiny.artifact"), tmp_path / "kept", tmp_path / "full"
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "sitecustomize.py").write_text(WAITING_DISK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "slow"), prepend=os.pathsep)
+    monkeypatch.setenv("WAITS_WHILE", str(full))
+    at = f"unix:{tmp_path / 'x.sock'}"
+    with started(tmp_path, 1, "--receive", at, "--keep", str(kept)) as running, Sender(at, tiny.path) as sender:
+        full.touch()
+        receipt = sender.send(tiny.values(2))
+        assert isinstance(receipt, SwapReceipt)
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(8)  # longer than a process that hangs gets beyond the grace
+        full.unlink()
+        assert running.process.wait(60) == 0
+    assert [path.stem[-12:] for path in kept_files(kept)] == [receipt.weights_id[:12]]
 
 
 def test_a_kept_file_that_is_damaged_keeps_no_server_from_starting(

@@ -130,8 +130,9 @@ class Workers:
             finally:
                 dispatcher.close()
                 listener.close()
+                until = time.monotonic() + self.settings.grace
                 await asyncio.gather(*(worker.end(self.settings.grace) for worker in workers))
-                await owner.end(0.0)
+                await owner.end(max(0.0, until - time.monotonic()))  # it may have to write what --keep keeps
 
     async def _serve(self, owner: Child, workers: list[Child]) -> None:
         """Start the owner, then the workers, which map the weights that it has loaded, and wait to be cancelled."""
