@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +26,7 @@ _ADVICE = (
     "Export the model that these weights belong to. Where these settings change nothing in what it computes, give the "
     "weights without the configuration: the path of a file in the folder, or the state dict of a module."
 )
-_FACTORS, _ADAPTERS = "peft_scaling", "peft_adapters"
+_FACTORS, _ADAPTERS, _SETTINGS = "peft_scaling", "peft_adapters", "peft_settings"
 _PEFT_PREFIX = "base_model.model."
 _DEEPEST = 4  # levels of configurations within others, such as that of the text model
 _COMPARED = re.compile(
@@ -42,6 +42,12 @@ _ROTATION = (
     *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
     *("rotary_emb_base", "rotary_pct", "partial_rotary_factor"),
 )
+_COMPARED_OF_PEFT = re.compile(  # beside what follows from tensors' shapes, and from the factors
+    r"""random_loc_seed | (trainable_)?token_indices | alora_invocation_tokens | topk | top_k_lora | .*group_size | n_splits
+    | (use|num)_cayley_neumann.* | cayley_neumann_eps | wavelet_family | use_idwt | act_fn | variant | stride_A
+    | para | decomposition_method | use_(dora|qalora|effective_conv2d) | softmax_temperature | enable_softmax(_topk)?""",
+    re.VERBOSE,
+)
 _MOST_VALUE, _MOST_NAME = 64 << 10, 100  # bytes, letters
 _NO_NUMBERS = re.compile(rb"(?<=[\s:,\[])(-?Infinity|NaN)(?=[\s,\]}])")  # in files of transformers 4; JSON has none
 _MAY_BE_NONE = re.compile("sliding_window|.*softcapping")  # for none; of all others it means what follows from the rest
@@ -50,11 +56,15 @@ _KINDS = {"swish": "silu", "su": "longrope"}  # older names of functions and of 
 
 def config_of(module: nn.Module, *, scaled: bool = True) -> dict[str, Any]:
     """Return the settings of the transformers model that a module is, or holds, none if it holds several; and the
-    adapters that PEFT's layers apply, with their factors, unless calls choose those (`scaled` is False)."""
+    adapters that PEFT's layers apply, with their settings, unless calls choose those (`scaled` is False)."""
     layers = _peft_layers(module) if scaled else {}
-    factors = {name: found for name, layer in layers.items() if (found := _factors_of(layer))}
     adapters = {name: _applied(layer) for name, layer in layers.items()}
-    return _config_of(module) | ({_FACTORS: factors} if factors else {}) | ({_ADAPTERS: adapters} if adapters else {})
+    found = {
+        _FACTORS: {name: factors for name, layer in layers.items() if (factors := _factors_of(layer))},
+        _ADAPTERS: adapters,
+        _SETTINGS: _peft_settings(module, {each for names in adapters.values() for each in names}),
+    }
+    return _config_of(module) | {name: value for name, value in found.items() if value}
 
 
 def _peft_layers(module: nn.Module) -> dict[str, Any]:
@@ -86,6 +96,21 @@ def _factors_of(layer: Any) -> list[float]:
         return [float(scaling[name]) for name in layer.active_adapters if name in scaling]
     except (RuntimeError, TypeError, ValueError):  # tensors without values, or of several numbers
         return []
+
+
+def _peft_settings(module: nn.Module, adapters: Set[str]) -> dict[str, dict[str, Any]]:
+    """Return, by the name of the model that they are of and their own, the settings of adapters that no tensor tells."""
+    found = {}
+    for path, part in module.named_modules():  # a model inside PEFT's has its configurations, too
+        for adapter, config in (vars(part).get("peft_config") or {}).items() if adapters else ():
+            if adapter in adapters:
+                found[id(config)] = f"{path}.".removeprefix(_PEFT_PREFIX) + adapter, config
+    return {name: settings for name, config in found.values() if (settings := _compared_of_peft(config))}
+
+
+def _compared_of_peft(config: Any) -> dict[str, Any]:
+    named = config.to_dict() if hasattr(config, "to_dict") else {}
+    return {name: value for name, value in named.items() if _COMPARED_OF_PEFT.fullmatch(name) and value is not None}
 
 
 def _config_of(module: nn.Module) -> dict[str, Any]:

@@ -77,6 +77,47 @@ def test_an_adapter_with_another_scaling_is_refused(kind: str, tmp_path: Path) -
     check_refused(served, artifact, build(3.0), r"peft_scaling.first: \[2.0\] in the graph, \[3.0\]")
 
 
+SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("FourierFTConfig", {"n_frequency": 3}, {"random_loc_seed": 2}),
+    ("RoadConfig", {"group_size": 4}, {"group_size": 2}),
+    ("VBLoRAConfig", {"r": 2, "num_vectors": 8, "vector_length": 2, "topk": 2}, {"topk": 3}),
+    ("OFTConfig", {"r": 0, "oft_block_size": 2, "use_cayley_neumann": True}, {"use_cayley_neumann": False}),
+    ("DeftConfig", {"r": 2}, {"decomposition_method": "qr"}),
+    (
+        "LoraConfig",
+        {"r": RANK, "trainable_token_indices": {"second": [0, 1]}},
+        {"trainable_token_indices": {"second": [0, 2]}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "other"), SETTINGS)
+def test_an_adapter_with_another_setting_is_refused(
+    kind: str, options: dict[str, Any], other: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its tensors have the same names and shapes, and compute something else."""
+
+    def build(seed: int, **changed: Any) -> Any:
+        config = getattr(peft, kind)(**{"target_modules": ["first"], **options, **changed})
+        model = peft.get_peft_model(base(0), config).eval()
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "base_layer" not in name:
+                    parameter.normal_()
+        return model
+
+    model = build(0)
+    artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    served = load(artifact, model)
+    different = build(0, **other)
+    assert not torch.equal(different(X), model(X))
+    check_refused(served, artifact, different, rf"peft_settings\.default\.{next(iter(other))}")
+    same = build(1)
+    served.swap(same)
+    assert torch.equal(served(X), same(X))
+
+
 def pair() -> Any:
     """Return a model with two adapters, of which PEFT applies the first."""
     model = tuned(0)
