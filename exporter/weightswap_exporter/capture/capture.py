@@ -31,7 +31,16 @@ from weightswap_exporter.modules.tensors import ModelView, is_composed, key_path
 from weightswap_runtime.errors import CaptureError, listed
 
 from .document_check import is_identifier
-from .programs import arguments, graph_inputs, graphs, inline_operators, memory, mutated_buffers, rename_tensors
+from .programs import (
+    arguments,
+    drop_sets_to_itself,
+    graph_inputs,
+    graphs,
+    inline_operators,
+    memory,
+    mutated_buffers,
+    rename_tensors,
+)
 from .side_effects import (
     INSTEAD,
     SideEffects,
@@ -128,6 +137,7 @@ def _capture(root: nn.Module, spec: MethodSpec, parts: Mapping[str, str], keywor
         check_no_generator(program)
         _check_dense(program)
         _check_offsets(program)
+        drop_sets_to_itself(program)
         settle_constants(program)
         if parts:
             _name_parts(program, parts)

@@ -139,6 +139,16 @@ def rename_tensors(program: ExportedProgram, names: Mapping[str, str]) -> None:
     program._constants = {names.get(fqn, fqn): value for fqn, value in program.constants.items()}
 
 
+def drop_sets_to_itself(program: ExportedProgram) -> None:
+    """Remove `w.set_(w)`, which is no change: a call that parametrises `w` does it, as PEFT's `target_parameters`."""
+    for module in graphs(program):
+        sets = module.graph.find_nodes(op="call_function", target=torch.ops.aten.set_.source_Tensor)
+        for node in (each for each in sets if each.args[0] is each.args[1]):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+            module.recompile()
+
+
 def mutated_buffers(program: ExportedProgram) -> frozenset[str]:
     """Return the FQNs of the buffers that a call changes. Raises CaptureError if it changes a parameter."""
     own = _placeholders(program, frozenset(InputKind) - {InputKind.USER_INPUT})

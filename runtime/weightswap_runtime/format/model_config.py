@@ -43,9 +43,10 @@ _ROTATION = (
     *("rotary_emb_base", "rotary_pct", "partial_rotary_factor"),
 )
 _COMPARED_OF_PEFT = re.compile(  # beside what follows from tensors' shapes, and from the factors
-    r"""random_loc_seed | (trainable_)?token_indices | alora_invocation_tokens | topk | top_k_lora | .*group_size | n_splits
+    r"""random_loc_seed | (trainable_)?token_indices | alora_invocation_tokens | .*group_size | topk | top_k_lora
     | (use|num)_cayley_neumann.* | cayley_neumann_eps | wavelet_family | use_idwt | act_fn | variant | stride_A
-    | para | decomposition_method | use_(dora|qalora|effective_conv2d) | softmax_temperature | enable_softmax(_topk)?""",
+    | para | decomposition_method | use_(dora|qalora|effective_conv2d) | n_splits | softmax_temperature
+    | enable_softmax(_topk)?""",
     re.VERBOSE,
 )
 _MOST_VALUE, _MOST_NAME = 64 << 10, 100  # bytes, letters
@@ -99,7 +100,7 @@ def _factors_of(layer: Any) -> list[float]:
 
 
 def _peft_settings(module: nn.Module, adapters: Set[str]) -> dict[str, dict[str, Any]]:
-    """Return, by the name of the model that they are of and their own, the settings of adapters that no tensor tells."""
+    """Return the settings of adapters that no tensor tells, by the path of their model and their name."""
     found = {}
     for path, part in module.named_modules():  # a model inside PEFT's has its configurations, too
         for adapter, config in (vars(part).get("peft_config") or {}).items() if adapters else ():
