@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 from tests.support.models import Does, doing
 from tests.support.setups import served
@@ -146,3 +147,24 @@ def test_a_module_that_is_called_twice_in_one_call_has_one_state(tmp_path: Path)
     for _ in range(2):
         with torch.no_grad():
             assert torch.equal(model(X, context=context), eager(X))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+def test_a_weight_that_a_call_parametrises_is_not_changed(tmp_path: Path) -> None:
+    """As PEFT's `target_parameters`: torch then sets the weight to itself."""
+
+    def act(model: Any, x: torch.Tensor) -> torch.Tensor:
+        parametrize.register_parametrization(model.linear, "weight", Doubled())
+        output: torch.Tensor = model.linear(x)
+        parametrize.remove_parametrizations(model.linear, "weight", leave_parametrized=False)
+        return output
+
+    eager, other = (Does(act, linear=nn.Linear(4, 3)).eval() for _ in range(2))
+    model = served(tmp_path, eager, X)
+    assert torch.equal(model(X), eager(X))
+    model.swap(other)
+    assert torch.equal(model(X), other(X))
