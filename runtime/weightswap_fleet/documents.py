@@ -47,6 +47,11 @@ class DeploymentSpec(NamedTuple):
         """The key of the shared memory: replicas of another graph or desired store have agents of their own."""
         return blake3(f"{self.graph_id}\n{self.desired_store}".encode()).hexdigest()[:12]
 
+    @property
+    def admission(self) -> tuple[object, ...]:
+        """What decides which weights are refused."""
+        return self.verify, self.allow_nonfinite, self.require_signature
+
 
 class FleetPlan(NamedTuple):
     """The plan of a trial of weights before all nodes serve them."""

@@ -20,7 +20,7 @@ from weightswap_fleet.documents import DeploymentSpec
 from weightswap_runtime import DigestMismatch, NonFiniteWeights, NoWeights, StageCancelled, StagingBusy, Unsupported
 from weightswap_server.signed_weights import SignatureRefused, sign
 
-from .nodes import Fleet, NodeAgent, kinds
+from .nodes import Fleet, FleetTrial, NodeAgent, kinds
 
 
 def test_nan_is_refused_unless_the_deployment_lets_it_in(fleet: Fleet, agent: NodeAgent, tmp_path: Path) -> None:
@@ -66,6 +66,22 @@ def test_the_latest_deployment_counts(fleet: Fleet, agent: NodeAgent, tmp_path: 
     agent.attach(os.getpid(), fleet.spec)
     assert agent.spec == later
     assert fleet.spec._replace(desired_store="elsewhere").key != fleet.spec.key == later.key
+
+
+def test_what_an_earlier_deployment_has_verified_a_stricter_one_does_not_serve(fleet: Fleet, tmp_path: Path) -> None:
+    """A promotion reads nothing again, so weights on trial would be served without the signature that is required."""
+    write_keys(tmp_path, "ours")
+    FleetTrial(fleet.trial(1, share=0.5), fleet).begin(5.0)
+    for node in fleet.agents:
+        fleet.attach(node, since=1.0, interval=0.5)  # refuses what the one before refuses
+    assert fleet.trying() == {fleet.weights_id(1)}
+    for node in fleet.agents:
+        fleet.attach(node, since=2.0, require_signature=(str(tmp_path / "ours.pem"),))
+    assert fleet.trying() == {""}
+    with pytest.raises(FleetRefused) as refused:
+        fleet.swap(1)
+    assert set(kinds(refused).values()) == {SignatureRefused}
+    assert fleet.all_serve(0)
 
 
 def test_any_of_several_keys_will_do(fleet: Fleet, agent: NodeAgent, tmp_path: Path) -> None:

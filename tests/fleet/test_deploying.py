@@ -34,7 +34,7 @@ from weightswap_runtime import (
     WeightFileError,
 )
 
-from .nodes import Fleet, FleetTrial
+from .nodes import Fleet, FleetTrial, serving_zero
 
 pytestmark = [needs("ray"), pytest.mark.filterwarnings("ignore")]  # Ray's
 
@@ -183,6 +183,41 @@ def test_a_coordinator_that_begins_again_ends_the_trial_of_the_one_before_at_onc
     assert (fleet.trying(), fleet.all_serve(int(is_promoted))) == ({""}, True)
     with pytest.raises(StageClosed, match="nothing is on trial; the last trial was"):
         coordinator.abort("ana", "")
+
+
+@pytest.mark.parametrize("decided_by", ["steps", "a rule", "an operator"])
+def test_a_trial_is_not_promoted_to_a_deployment_with_another_desired_store(
+    decided_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents of the deployment before live on for minutes, without requests, where its trial goes on."""
+    from weightswap_fleet.coordinator import actors
+
+    folders = tmp_path / "before", tmp_path / "now"
+    for folder in folders:
+        folder.mkdir()
+    with serving_zero(folders[0], 1, monkeypatch) as before, serving_zero(folders[1], 1, monkeypatch) as now:
+        fleets = {fleet.spec: fleet for fleet in (before, now)}
+        monkeypatch.setattr(actors, "find_spec", lambda name: before.spec)
+        monkeypatch.setattr(actors, "RayNodes", fleets.__getitem__)
+        monkeypatch.setattr(actors.Coordinator, "_lead", lambda coordinator: None)
+        coordinator = actors.Coordinator("fleet")
+        plan = FleetPlan(steps=(0.5,), step_seconds=0.01) if decided_by == "steps" else FleetPlan(share=0.5)
+        coordinator.begin_trial(str(before.file(1)), plan, "ana", "", Deadlines())
+        trial = coordinator._trial
+        assert trial is not None
+
+        monkeypatch.setattr(actors, "find_spec", lambda name: now.spec)
+        if decided_by == "an operator":
+            with pytest.raises(StageClosed, match="deployed with another graph or desired store"):
+                coordinator.promote("ana", "", Deadlines())
+        else:
+            coordinator._act_on(("promote", decided_by), trial)
+        assert now.all_serve(0)
+        assert now.desired_store.read().revision == 1
+        report = coordinator.trial()
+        assert report is not None
+        assert (report.outcome, before.trying()) == ("ended", {""})
+        assert coordinator.begin_trial(str(now.file(2)), FleetPlan(), "ana", "", Deadlines()).outcome == ""
 
 
 def test_of_two_rollbacks_at_the_same_time_one_is_made(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,6 +289,22 @@ def test_a_rule_promotes_and_has_it_desired(operator: Operator, desired_store: D
     assert operator.status["served"]["why"] == state.weights.why
 
 
+def test_what_was_staged_for_one_desired_store_is_not_written_to_another(
+    operator: Operator, desired_store: DesiredStore, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    """Both are at one revision, but whoever has staged it has seen only the first."""
+    (tmp_path / "other").mkdir()
+    other = DesiredStore(tmp_path / "other")
+    other.set(weight_file(1), revision=0, by="bo")
+    operator.follow(desired_store, 0.05)
+    begin(operator, 2, share=0.5)
+    assert operator.change("unfollow").status == 200
+    operator.follow(other, 0.05)
+    refused = operator.change("commit")
+    assert (refused.status, other.read().revision) == (409, 1)
+    assert f"staged while {desired_store.where} was followed" in refused.json["error"]
+
+
 def test_the_reason_of_a_canary_of_what_is_staged_is_kept(operator: Operator) -> None:
     operator.change("stage", 2, why="staged")
     operator.change("canary", share=0.5)

@@ -82,6 +82,7 @@ class Coordinator:
         self._fleet = fleet
         self._changing, self._rolling_back = threading.Lock(), threading.Lock()
         self._trial: FleetTrial | None = None
+        self._trial_key = ""  # of its deployment
         self._last: TrialReport | None = None
         self._started = time.monotonic()
         threading.Thread(target=self._lead, name="weightswap-trial", daemon=True).start()
@@ -122,13 +123,14 @@ class Coordinator:
         plan.check()
         began, known = time.monotonic(), known_weights(source)
         with self._exclusively(began, deadlines) as remaining:
+            spec = find_spec(self._fleet)
+            self._end_outdated(spec)
             if self._trial is not None:
                 current = self._trial.request.weights
                 raise StagingBusy(
                     f"{current.weights_id[:_SHOWN]} is on trial{f' by {current.by}' if current.by else ''}; promote or "
                     "abort it first"
                 )
-            spec = find_spec(self._fleet)
             nodes, desired_store = RayNodes(spec), DesiredStore(spec.desired_store)
             state = desired_store.read() if known.base else DesiredState()
             weights = desired_store.located(described(source, known, by, why, state))
@@ -136,7 +138,7 @@ class Coordinator:
             request = PrepareRequest(uuid.uuid4().hex, 0, source, weights, TRIAL_LEASE, reader=reader, plan=plan)
             trial = FleetTrial(request, nodes)
             trial.begin(remaining.prepare)
-            self._trial = trial
+            self._trial, self._trial_key = trial, spec.key
             return trial.report()
 
     def promote(self, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
@@ -186,6 +188,8 @@ class Coordinator:
 
     def _current_trial(self) -> FleetTrial:
         self._find_trial()
+        with suppress(UnknownFleet):  # it can be aborted also while no node answers
+            self._end_outdated(find_spec(self._fleet))
         if self._trial is None:
             raise StageClosed(f"{self._fleet}: nothing is on trial{_ended(self._last)}")
         return self._trial
@@ -216,13 +220,22 @@ class Coordinator:
         """Take over the trial of an earlier coordinator, while other changes are excluded."""
         if self._may_find:
             with suppress(UnknownFleet):
-                self._trial = FleetTrial.find(RayNodes(find_spec(self._fleet)))
+                spec = find_spec(self._fleet)
+                self._trial, self._trial_key = FleetTrial.find(RayNodes(spec)), spec.key
+
+    def _end_outdated(self, spec: DeploymentSpec) -> None:
+        """End a trial that began on the nodes of another graph or desired store, which may live for minutes: it says
+        nothing of this deployment, and must not be promoted there."""
+        if (trial := self._trial) is not None and self._trial_key != spec.key:
+            trial.end()
+            self._conclude(trial, "ended", "the fleet was deployed with another graph or desired store")
 
     def _act_on(self, verdict: tuple[str, str] | None, trial: FleetTrial) -> None:
         """Do what a verdict says. While another change is made, leave it to the next poll."""
         if verdict is None or not self._changing.acquire(blocking=False):
             return
         try:
+            self._end_outdated(find_spec(self._fleet))
             if self._trial is not trial:  # it was concluded meanwhile
                 return
             what, why = verdict

@@ -75,15 +75,25 @@ class NodeChanges:
         self._deploying = threading.Lock()  # not the turn: a starting replica must not wait for a staging
 
     def deploy(self, spec: DeploymentSpec) -> None:
-        """Adopt a deployment if it is the latest."""
+        """Adopt a deployment if it is the latest. If it refuses other weights than the one before, what that has
+        verified and is not served yet is given up."""
         with self._deploying:
             if spec.since > self._weights.spec.since:
+                before = self._weights.spec
                 self._weights.deploy(spec)
+                if spec.admission != before.admission:  # else a promotion would commit what this one refuses
+                    self._give_up()
                 self._changes.interval = spec.interval
                 self.reconcile_soon()
             if not self.is_deployed:
                 self.is_deployed = True
                 self.reconcile_soon()
+
+    def _give_up(self) -> None:
+        """Give up the change and the trial that are open, also while they are staged."""
+        for change in (self._requested, self._trial):
+            if change is not None:
+                self.discard(change.id)
 
     @property
     def preparing(self) -> str:

@@ -425,6 +425,7 @@ class ModelOperations:
             change = _StagedChange(
                 self.served, request, by, revision, self._staged_timeout, swapping=swapping, id=change_id
             )
+            change.followed = desired_store.where if desired_store is not None else ""
             return self._changes.prepare(change, begin)
 
     def _in_no_file(self, desired_store: DesiredStore) -> Conflict:
@@ -462,6 +463,10 @@ class ModelOperations:
         if desired_store is not None:
             if not change.weights.report.reloadable:  # the desired store was not followed yet when they were staged
                 raise self._in_no_file(desired_store)
+            if change.followed not in ("", desired_store.where):  # its revision says nothing of this desired store
+                raise Conflict(
+                    f"{self.name}: staged while {change.followed} was followed; discard it and stage it again"
+                )
             if promotes:
                 check_promotable(desired_store.read(), change.weights.weights_id, printable(change.request.source))
             revision = change.revision if request.revision is None else request.revision
@@ -556,6 +561,7 @@ class _StagedChange(OpenChange):
         is committed at once. timeout: seconds for which it may stay open."""
         super().__init__(id=id, by=by, lease=Lease(timeout))
         self._served, self.request, self.revision, self.swapping = served, request, revision, swapping
+        self.followed = ""  # where the desired store of the revision is
         self.since = time.time()
 
     @property
