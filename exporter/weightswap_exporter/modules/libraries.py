@@ -90,7 +90,7 @@ def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the keys that `model.save_pretrained()` writes, with tensors of their shape and dtype on the meta device.
 
     The model may be real or a skeleton; its values are not read. Raises Unsupported for a quantised model and for one
-    with adapters, whose files have other content.
+    with adapters, whose files have other content, and for one with ties that transformers does not know of.
     """
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -101,7 +101,13 @@ def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
     state = {key: _hollow(value) for key, value in owner.state_dict().items() if isinstance(value, torch.Tensor)}
     for key in owner._keys_to_ignore_on_save or ():
         state.pop(key, None)
-    state = remove_tied_weights_from_state_dict(state, owner)
+    try:
+        state = remove_tied_weights_from_state_dict(state, owner)
+    except RuntimeError as error:  # its files then cannot be written either
+        raise Unsupported(
+            f"{type(model).__qualname__}: has tied tensors that transformers does not know of, so that it cannot save "
+            f"it ({error}). If checkpoints are state dicts: export(checkpoint=model.state_dict())"
+        ) from error
     return dict(revert_weight_conversion(owner, state))
 
 

@@ -141,6 +141,18 @@ def test_a_model_with_adapters_of_its_own_is_refused() -> None:
             use(model)
 
 
+def test_ties_that_transformers_does_not_know_are_refused_and_the_advice_helps(tmp_path: Path) -> None:
+    model: Any = llama().eval()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    ids = torch.tensor([[3, 51, 58]])
+    with pytest.raises(Unsupported, match=r"has tied tensors.*checkpoint=model.state_dict\(\)"):
+        export(model, (ids,), out=tmp_path / "refused.artifact")
+    artifact = export(model, (ids,), out=tmp_path / "tied.artifact", checkpoint=model.state_dict())
+    served = serve(artifact, pack(model.state_dict(), artifact, out=tmp_path / "tied.safetensors").path)
+    with torch.no_grad():
+        assert torch.equal(served(ids)["logits"], model(ids).logits)
+
+
 def write(directory: Path, **config: Any) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     return directory
