@@ -90,6 +90,9 @@ _SETTINGS: Mapping[str, Any] = {
     # else a user's own setting would leave out the checks of indices, and of sizes that depend on values
     "assert_indirect_indexing": True,
     "scalar_asserts": True,
+    # nor may it let the C++ compiler rearrange sums: (x + 1e8) - 1e8 would be x
+    "cpp.enable_unsafe_math_opt_flag": False,
+    "cpp.enable_floating_point_contract_flag": "off",
     # else a number that is written into a constant of float64 is rounded to float32
     "optimize_scatter_upon_const_tensor": False,
     # precompiled headers would go into the user's cache
