@@ -19,7 +19,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -87,6 +87,12 @@ _SETTINGS: Mapping[str, Any] = {
     "max_autotune_gemm": False,
     # else fused code computes in float32 without the casts to 16 bits between: x - x.half().float() would be 0
     "emulate_precision_casts": True,
+    # else a user's own setting would leave out the checks of indices, and of sizes that depend on values
+    "assert_indirect_indexing": True,
+    "scalar_asserts": True,
+    # nor may it let the C++ compiler rearrange sums: (x + 1e8) - 1e8 would be x
+    "cpp.enable_unsafe_math_opt_flag": False,
+    "cpp.enable_floating_point_contract_flag": "off",
     # else a number that is written into a constant of float64 is rounded to float32
     "optimize_scatter_upon_const_tensor": False,
     # precompiled headers would go into the user's cache
@@ -122,6 +128,13 @@ def package(artifact: Artifact, name: str, target: str, device: torch.device) ->
     Raises ArtifactError, Unsupported, CaptureError for a graph that AOTInductor cannot express, and ExportError without
     a C++ compiler.
     """
+    # whatever the caller's modes: the graph has its own casts and devices
+    both = torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False)
+    with torch.device("cpu"), torch.inference_mode(False), both[0], both[1]:
+        return _package(artifact, name, target, device)
+
+
+def _package(artifact: Artifact, name: str, target: str, device: torch.device) -> bytes:
     where = f"method {name!r}"
     method = artifact.manifest.methods[name]
     program = method_program(artifact, name, device)
@@ -381,10 +394,9 @@ def _compile_library(where: str, graph: _FlatGraph, target: str) -> bytes:
     if this torch cannot compile for the target.
     """
     _check_tools()
-    try:
+    with suppress(_ParallelChecks):
         return _compile(where, graph, target, _threaded())
-    except _ParallelChecks:
-        return _compile(where, graph, target, _SERIAL)
+    return _compile(where, graph, target, _SERIAL)  # beyond the block: an error here has causes of its own
 
 
 def _threaded() -> Mapping[str, Any]:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
 from torch.export import Dim
 
 from tests.support.compiled import WIDTH, needs_compiler
 from tests.support.models import Does
 from tests.support.setups import different, loaded
 from weightswap_exporter import compile_engines, export
+from weightswap_exporter.engines import aoti
 from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported
 
 pytestmark = needs_compiler
@@ -48,6 +50,22 @@ def test_where_machine_code_cannot_be_made_it_is_refused(
 ) -> None:
     monkeypatch.setattr(f"weightswap_exporter.engines.aoti.{name}", value)
     with pytest.raises(Unsupported, match=says):
+        compile_engines(linear, ["aoti"])
+
+
+def test_an_error_of_code_for_one_thread_is_reported_as_itself(
+    linear: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(where: str, *_: Any) -> bytes:
+        if not tried:
+            tried.append(where)
+            raise aoti._ParallelChecks("checks in parallel regions")
+        with aoti._compiling(where, aoti.TARGETS["cpu-x86_64-avx2"], False, str(linear.path)):
+            raise ValueError("what failed")
+
+    tried: list[str] = []
+    monkeypatch.setattr(aoti, "_compile", compiled)
+    with pytest.raises(CaptureError, match="what failed"):
         compile_engines(linear, ["aoti"])
 
 
@@ -257,6 +275,27 @@ def test_state_changes_once_in_each_call_whatever_the_threads_of_the_build(tmp_p
                 torch.testing.assert_close(model(x, context=context), module(x))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_code_does_not_depend_on_what_the_building_process_has_set(tmp_path: Path) -> None:
+    def act(m: Any, given: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        x, ids = given
+        return {"product": x @ m.w, "lost digits": (x + 1e8) - 1e8, "rows": m.w.gather(0, ids[:, None].expand(-1, 4))}
+
+    eager = Does(act, w=nn.Parameter(torch.rand(4, 4)))
+    given = [torch.rand(3, 4), torch.tensor([0, 3, 1])]
+    artifact = export(eager, (given,), out=tmp_path / "a")
+    users = config.patch({"assert_indirect_indexing": False, "cpp.enable_unsafe_math_opt_flag": True})
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"), torch.inference_mode(), users:
+        artifact = compile_engines(artifact, ["aoti"], trial=False)
+    model = loaded(artifact, tmp_path, eager, engine="aoti")
+    found = model(given)
+    for name, expected in eager(given).items():
+        torch.testing.assert_close(found[name], expected, rtol=2e-6, atol=0, msg=name)
+    for wrong in (-1, 4, 1000):
+        with pytest.raises((RuntimeError, IndexError)):
+            model([given[0], torch.tensor([0, wrong, 1])])
 
 
 @pytest.mark.slow
