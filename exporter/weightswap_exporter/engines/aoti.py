@@ -101,7 +101,11 @@ _SETTINGS: Mapping[str, Any] = {
     "aot_inductor.enable_line_tables": False,
     "aot_inductor.model_name_for_generated_files": "graph",
 }
-_DYNAMIC: Mapping[str, Any] = {"cpp.dynamic_threads": True}  # else the thread count of this machine is compiled in
+# Code for any number of threads, which is the same wherever it is compiled. The number says how many loops are shared
+# out: where a batch of two was the sample, more than it keeps one row's work from being one thread's. In a process with
+# one, AOTInductor would leave out what keeps every thread of a region from running a part for one: on a server with
+# more, `counter += 1` would count once in each thread.
+_THREADED: Mapping[str, Any] = {"cpp.dynamic_threads": True, "cpp.threads": 16}
 _SERIAL: Mapping[str, Any] = {"cpp.dynamic_threads": False, "cpp.threads": 1}
 _ON_GPU: Mapping[str, Any] = {"aot_inductor.embed_kernel_binary": True}  # else kernels are files beside the library
 _aten = torch.ops.aten
@@ -395,17 +399,8 @@ def _compile_library(where: str, graph: _FlatGraph, target: str) -> bytes:
     """
     _check_tools()
     with suppress(_ParallelChecks):
-        return _compile(where, graph, target, _threaded())
+        return _compile(where, graph, target, _THREADED)
     return _compile(where, graph, target, _SERIAL)  # beyond the block: an error here has causes of its own
-
-
-def _threaded() -> Mapping[str, Any]:
-    """Return settings for code that runs on any number of threads.
-
-    In a process with one, AOTInductor would leave out what keeps every thread of a region from running a part for one:
-    on a server with more, `counter += 1` would count once in each thread.
-    """
-    return {**_DYNAMIC, "cpp.threads": max(2, torch.get_num_threads())}
 
 
 class _ParallelChecks(CaptureError):

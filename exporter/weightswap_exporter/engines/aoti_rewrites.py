@@ -5,6 +5,7 @@ And products of one row, without a library.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,20 @@ _EXTREMES = (
 _OF_MEMORY = frozenset({"layout", "device", "pin_memory", "memory_format", "requires_grad", "non_blocking"})
 _POOLS = (_aten._adaptive_avg_pool2d.default, _aten.adaptive_max_pool2d.default)
 _DECOMPOSED = (_aten.adaptive_max_pool2d.default, _aten.adaptive_max_pool3d.default)
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+# eager has numbers beside tensors in the dtype of these; elsewhere, as in products, it computes with them in float32
+_ROUNDING = (
+    *(
+        _aten.add.Tensor,
+        _aten.add.Scalar,
+        _aten.sub.Tensor,
+        _aten.sub.Scalar,
+        _aten.pow.Scalar,
+        _aten.pow.Tensor_Scalar,
+    ),
+    *(_aten.fmod.Scalar, _aten.fmod.Tensor, _aten.remainder.Scalar, _aten.remainder.Tensor),
+)
+_FILLING = (_aten.full.default, _aten.scalar_tensor.default)
 _MOST_INLINE = 2**17  # elements of a matrix; for a larger one the library's threads pay off
 _Lowering = Callable[..., Any]
 
@@ -48,6 +63,7 @@ def rewritten(on_gpu: bool) -> Iterator[None]:
             mock.patch.dict(decompositions, {each: _unless_dynamic(decompositions[each]) for each in _DECOMPOSED}),
             mock.patch.multiple(CppOverrides, **{name: _wrapping(name) for name in ("abs", "truncdiv")}),
             mock.patch.dict(decompositions, _DECOMPOSITIONS),
+            mock.patch.dict(decompositions, {_aten.lerp.Scalar: _in_one_step(decompositions[_aten.lerp.Scalar])}),
             mock.patch.multiple(CppVecOverrides, **{name: _vectorised(name) for name in ("expm1", "atanh")}),
             mock.patch.multiple(CppVecOverrides, erf=staticmethod(_erf), acosh=staticmethod(_acosh)),
             mock.patch.object(_TargetArgsExpr, "_match", _matching_whole(_TargetArgsExpr._match)),
@@ -136,6 +152,17 @@ def _like(others: torch.Tensor, number: float) -> torch.Tensor:
     """Return a number as a vector of the dtype in which eager compares it with others."""
     exact = torch.float64 if isinstance(number, float) else torch.int64
     return torch.full((1,), number, dtype=exact, device=others.device).to(torch.result_type(others, number))
+
+
+def _in_one_step(lerp: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that interpolates as eager does: the decomposition would round to 16 bits in between."""
+
+    def interpolated(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
+        if start.dtype in _HALVES:
+            return lerp(start.float(), end.float(), weight).to(start.dtype)
+        return lerp(start, end, weight)
+
+    return interpolated
 
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
@@ -235,8 +262,42 @@ def _cpu_lowerings() -> dict[Any, _Lowering]:
             lowering.lowerings[_aten.addmm.default],
             lambda bias, row, matrix: _lowered(_aten.add.Tensor, bias, _product(row, matrix)),
         ),
+        **{operator: _filled(lowering.lowerings[operator]) for operator in _FILLING},
+        **{operator: _rounding(lowering.lowerings[operator]) for operator in _ROUNDING},
         **{operator: _widened(lowering.lowerings[operator]) for operator in _EXTREMES},
     }
+
+
+def _rounding(operator: _Lowering) -> _Lowering:
+    """Return a lowering that has numbers in the dtype of the 16-bit tensors beside them, and rounds only its result."""
+
+    def lowered(*args: Any, alpha: float = 1, **kwargs: Any) -> Any:
+        tensors = {each.get_dtype() for each in args if hasattr(each, "get_dtype")}
+        dtype = functools.reduce(torch.promote_types, tensors)
+        if dtype in _HALVES:
+            alpha, args = _rounded(alpha, dtype), tuple(_rounded(each, dtype) for each in args)
+        if alpha == 1:
+            return operator(*args, **kwargs)
+        if dtype not in _HALVES:
+            return operator(*args, alpha=alpha, **kwargs)
+        wide = (lowering.to_dtype(each, torch.float32) if hasattr(each, "get_dtype") else each for each in args)
+        return lowering.to_dtype(operator(*wide, alpha=alpha, **kwargs), dtype)
+
+    return lowered
+
+
+def _filled(operator: _Lowering) -> _Lowering:
+    """Return a lowering of tensors of one number, which has their dtype."""
+
+    def lowered(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        numbers = (_rounded(each, dtype) if dtype in _HALVES else each for each in args)
+        return operator(*numbers, dtype=dtype, **kwargs)
+
+    return lowered
+
+
+def _rounded(number: Any, dtype: torch.dtype | None) -> Any:
+    return torch.tensor(number, dtype=dtype).item() if isinstance(number, float) else number
 
 
 def _widened(extreme: _Lowering) -> _Lowering:

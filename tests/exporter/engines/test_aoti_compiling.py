@@ -252,23 +252,57 @@ def test_operators_that_the_compiler_replaces_compute_what_they_did(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_numbers_beside_16_bit_tensors_are_rounded_as_eager_rounds_them(dtype: torch.dtype, tmp_path: Path) -> None:
+    """0.3 in the tensor's dtype, minus 0.3, is 0."""
+
+    def act(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = x * m.one
+        filled = torch.full_like(x, 0.3), torch.scalar_tensor(0.3, dtype=dtype), x.new_full((8,), 0.3)
+        return {
+            "sums": torch.stack([x + 0.3, x - 0.3, 0.3 - x, torch.add(x, 0.3, alpha=0.7), torch.sub(x, x, alpha=0.3)]),
+            "in place": x.clone().add_(0.3).sub_(0.1),
+            "powers": torch.stack([0.3**x, x.abs() ** 0.3, x**2]),
+            "remainders": torch.stack([torch.fmod(x, 0.3), x % 0.3]),
+            "products": torch.stack([x * 0.3, x / 0.3, 0.3 / x]),  # eager does not round these
+            "filled": torch.stack([each - x for each in filled]),
+            "chosen": torch.where(x > 0.3, x, 0.3) - 0.3 + x.clamp(0.1, 0.3),
+            "between": torch.lerp(x, x * 2, 0.3),
+            "wide": x.float() + 0.3,
+        }
+
+    eager = Does(act, one=nn.Parameter(torch.ones(1, dtype=dtype))).eval()
+    x = torch.cat([torch.tensor([0.3, -0.3, 0.1, 0.7]), torch.randn(252)]).to(dtype).reshape(32, 8)
+    artifact = compile_engines(export(eager, (x,), out=tmp_path / "a"), ["aoti"], trial=False)
+    found = loaded(artifact, tmp_path, eager, engine="aoti")(x)
+    for name, expected in eager(x).items():
+        assert torch.equal(found[name], expected), name
+
+
+@pytest.mark.slow
 def test_state_changes_once_in_each_call_whatever_the_threads_of_the_build(tmp_path: Path) -> None:
     def build() -> nn.Module:
         def count(m: Any, x: torch.Tensor) -> torch.Tensor:
             m.calls.add_(1)
             return m.scale * m.calls + x
 
-        module = Does(count, scale=nn.Parameter(torch.randn(4)))
+        module = Does(count, scale=nn.Parameter(torch.randn(64, 1)))
         module.register_buffer("calls", torch.ones(1))
         return module.eval()
 
-    x, module, threads = torch.randn(4), build(), torch.get_num_threads()
+    def code_of(artifact: Artifact) -> list[bytes]:
+        return [file.read_bytes() for file in sorted((artifact.path / "engines").rglob("*.pt2"))]
+
+    torch.manual_seed(0)
+    x, module, threads = torch.randn(2, 64, 64), build(), torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # as on a build machine with one processor
         artifact = export(build(), (x,), out=tmp_path / "counter.artifact")
         # the trial is a process with threads of its own: where it has one, too, it would find nothing
         artifact = compile_engines(artifact, ["aoti"], trial=False)
         torch.set_num_threads(4)  # as on a server
+        again = compile_engines(export(build(), (x,), out=tmp_path / "again"), ["aoti"], trial=False)
+        assert code_of(again) == code_of(artifact)
         model = loaded(artifact, tmp_path, module, engine="aoti")
         with model.new_context() as context:
             for _ in range(3):
