@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuar
 
 import numpy as np
 
-from weightswap_runtime.errors import BaseMismatch, Unsupported, WeightFileError, WeightsMismatch
+from weightswap_runtime.errors import BaseMismatch, Unsupported, WeightFileError, WeightsMismatch, listed
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.model_config import config_of, config_problems
 from weightswap_runtime.format.names import EXTRA_STATE, Keys, extra_state_of
@@ -299,8 +299,12 @@ def _at_once(where: str, keys: Keys | None, values: Mapping[Any, Any], module: n
 
 
 def check_constants(weights: object, artifact: Artifact) -> None:
-    """Raise WeightsMismatch if weights are given as a module whose constants are not the artifact's."""
+    """Raise WeightsMismatch if weights are given as a module whose constants are not the artifact's, or as one with the
+    adapters that are variants there."""
     module = weights.module if isinstance(weights, GivenWeights) else None
+    if artifact.manifest.variants and hasattr(module, "get_base_model"):
+        problem = f"is a model of PEFT, whose adapters are variants of this graph: {listed(artifact.manifest.variants)}"
+        raise WeightsMismatch(str(weights), [problem], "Give model.get_base_model(), and adapters to add_variant().")
     if module is not None and (problems := constant_problems(module, artifact)):
         raise WeightsMismatch(str(weights), problems, OTHER_CONSTANTS)
 

@@ -62,6 +62,14 @@ def test_a_base_takes_no_factor_from_the_variants_of_its_model(tmp_path: Path) -
     artifact = export(with_lora(base(0)), (X,), out=tmp_path / "a.artifact", variants={"lora": "*lora_*"})
     served = load(artifact, pack(tuned(1, lora_alpha=3 * RANK), artifact, out=tmp_path / "w.safetensors").path)
     assert torch.equal(served(X), base(0)(X))
+    other = tuned(1)
+    with torch.no_grad():
+        other.get_base_model().second.base_layer.weight.mul_(2)
+    with pytest.raises(WeightsMismatch, match=r"adapters are variants of this graph: lora.*\n.*get_base_model\(\)"):
+        served.swap(other)
+    served.swap(other.get_base_model())
+    with other.disable_adapter():
+        assert torch.equal(served(X), other(X))
 
 
 @pytest.mark.parametrize("kind", ["FourierFTConfig", "WaveFTConfig"])
