@@ -73,14 +73,14 @@ def _peft_layers(module: nn.Module) -> dict[str, Any]:
     tuners, others = sys.modules.get("peft.tuners.tuners_utils"), sys.modules.get("peft.utils.other")
     if tuners is None or others is None:
         return {}
-    kinds = (tuners.BaseTunerLayer, others.AuxiliaryTrainingWrapper)
+    kinds = (tuners.BaseTunerLayer, getattr(others, "AuxiliaryTrainingWrapper", ()))  # PEFT 0.14 has no such class
     layers = ((name, each) for name, each in module.named_modules() if isinstance(each, kinds))
     return {name.removeprefix(_PEFT_PREFIX): layer for name, layer in layers}
 
 
 def _applied(layer: Any) -> list[str]:
     """Return the names of the adapters that a layer applies, which no tensor tells: it may have others as well."""
-    available = layer._get_available_adapters()
+    available = getattr(layer, "_get_available_adapters", lambda: layer.active_adapters)()  # as above
     return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in available]
 
 
