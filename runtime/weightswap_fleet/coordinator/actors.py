@@ -123,8 +123,8 @@ class Coordinator:
         plan.check()
         began, known = time.monotonic(), known_weights(source)
         with self._exclusively(began, deadlines) as remaining:
+            self._end_outdated()
             spec = find_spec(self._fleet)
-            self._end_outdated(spec)
             if self._trial is not None:
                 current = self._trial.request.weights
                 raise StagingBusy(
@@ -188,8 +188,7 @@ class Coordinator:
 
     def _current_trial(self) -> FleetTrial:
         self._find_trial()
-        with suppress(UnknownFleet):  # it can be aborted also while no node answers
-            self._end_outdated(find_spec(self._fleet))
+        self._end_outdated()
         if self._trial is None:
             raise StageClosed(f"{self._fleet}: nothing is on trial{_ended(self._last)}")
         return self._trial
@@ -223,19 +222,22 @@ class Coordinator:
                 spec = find_spec(self._fleet)
                 self._trial, self._trial_key = FleetTrial.find(RayNodes(spec)), spec.key
 
-    def _end_outdated(self, spec: DeploymentSpec) -> None:
+    def _end_outdated(self) -> None:
         """End a trial that began on the nodes of another graph or desired store, which may live for minutes: it says
         nothing of this deployment, and must not be promoted there."""
-        if (trial := self._trial) is not None and self._trial_key != spec.key:
-            trial.end()
-            self._conclude(trial, "ended", "the fleet was deployed with another graph or desired store")
+        if (trial := self._trial) is None:
+            return
+        with suppress(UnknownFleet):  # while no node answers, a trial can be aborted nevertheless
+            if self._trial_key != find_spec(self._fleet).key:
+                trial.end()
+                self._conclude(trial, "ended", "the fleet was deployed with another graph or desired store")
 
     def _act_on(self, verdict: tuple[str, str] | None, trial: FleetTrial) -> None:
         """Do what a verdict says. While another change is made, leave it to the next poll."""
         if verdict is None or not self._changing.acquire(blocking=False):
             return
         try:
-            self._end_outdated(find_spec(self._fleet))
+            self._end_outdated()
             if self._trial is not trial:  # it was concluded meanwhile
                 return
             what, why = verdict
