@@ -357,6 +357,23 @@ def test_code_does_not_depend_on_what_the_building_process_has_set(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_the_smaller_of_two_sizes_is_that_of_each_call(tmp_path: Path) -> None:
+    """AOTInductor takes the one that is smaller for the sample."""
+
+    def act(m: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        (x,) = given
+        return [x.diagonal(1) * m.w, x[:, :2].diagonal().sum()]
+
+    rows, eager = Dim("rows", min=2, max=64), Does(act, w=nn.Parameter(torch.rand(1)))
+    shapes = {"x": [{0: rows}]}
+    artifact = export(eager, ([torch.rand(4, 5)],), out=tmp_path / "a", dynamic_shapes=shapes)
+    model = loaded(compile_engines(artifact, ["aoti"], trial=False), tmp_path, eager, engine="aoti")
+    for count in (2, 3, 4, 17, 64):
+        given = [torch.rand(count, 5)]
+        torch.testing.assert_close(model(given), eager(given))
+
+
+@pytest.mark.slow
 def test_copies_keep_what_a_call_then_changes(tmp_path: Path) -> None:
     """AOTInductor takes state and inputs themselves for copies of them, which it makes after the changes."""
 
