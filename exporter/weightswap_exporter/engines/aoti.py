@@ -90,6 +90,7 @@ _SETTINGS: Mapping[str, Any] = {
     # else a user's own setting would leave out the checks of indices, and of sizes that depend on values
     "assert_indirect_indexing": True,
     "scalar_asserts": True,
+    "do_not_emit_runtime_assertions": False,
     # nor may it let the C++ compiler rearrange sums: (x + 1e8) - 1e8 would be x
     "cpp.enable_unsafe_math_opt_flag": False,
     "cpp.enable_floating_point_contract_flag": "off",
@@ -107,6 +108,8 @@ _SETTINGS: Mapping[str, Any] = {
 # more, `counter += 1` would count once in each thread.
 _THREADED: Mapping[str, Any] = {"cpp.dynamic_threads": True, "cpp.threads": 16}
 _SERIAL: Mapping[str, Any] = {"cpp.dynamic_threads": False, "cpp.threads": 1}
+# Where tools are, and how many of them run at once, is the user's; what else is set is for torch.compile.
+_USERS = ("cpp.cxx", "compile_threads", "worker_", "cuda.", "rocm.", "xpu.", "cutlass.")
 _ON_GPU: Mapping[str, Any] = {"aot_inductor.embed_kernel_binary": True}  # else kernels are files beside the library
 _aten = torch.ops.aten
 _BYTES = frozenset({torch.int8, torch.uint8})
@@ -441,9 +444,20 @@ def _compile(where: str, graph: _FlatGraph, target: str, threads: Mapping[str, A
         maps = [shlex.quote(f"-ffile-prefix-map={path}={name}") for path, name in hidden.items()]
         settings = {**_SETTINGS, **threads, "cpp.march": " ".join([processor.march, *maps])}
         settings |= _ON_GPU if on_gpu else {}
-        files = torch._inductor.aot_compile(graph.module, graph.samples, options=settings)
+        with config.patch(_reset_settings()):
+            files = torch._inductor.aot_compile(graph.module, graph.samples, options=settings)
         assert isinstance(files, list)
         return _library(where, [Path(file) for file in files if isinstance(file, str)])
+
+
+def _reset_settings() -> dict[str, Any]:
+    """Return the defaults of what the process has set for torch.compile: passes of its own, other backends and checks.
+
+    Code would depend on them, and could compute something else than the graph does.
+    """
+    settings: Any = config  # which torch makes an object with more than a module has
+    changed = (name for name in settings._config if not settings._is_default(name))
+    return {name: settings._config[name].default for name in changed if not name.startswith(_USERS)}
 
 
 def _library(where: str, files: list[Path]) -> bytes:

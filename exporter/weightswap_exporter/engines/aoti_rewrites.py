@@ -1,6 +1,6 @@
 """What AOTInductor computes otherwise than eager, put right while it compiles: patterns that drop what they do not
-name, pools for the sizes of the sample alone, functions that lose digits or large numbers, numbers of another dtype.
-And products of one row, without a library.
+name, pools and lengths for the sizes of the sample alone, functions that lose digits or large numbers, numbers of
+another dtype. And products of one row, without a library.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
 from torch._inductor.fx_passes import fuse_attention
 from torch._inductor.fx_utils import get_node_storage
 from torch._inductor.pattern_matcher import FailedMatch, Ignored, _TargetArgsExpr
+from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import Max, Min
 
 _aten = torch.ops.aten
 _BYTES = frozenset({torch.int8, torch.uint8})
@@ -70,6 +73,7 @@ def rewritten(on_gpu: bool) -> Iterator[None]:
             mock.patch.object(fuse_attention, "_scaled_dot_product_attention", _attention),
             mock.patch.object(post_grad, "same_meta", _replaceable(post_grad.same_meta)),
             mock.patch.dict(reinplace.inplaceable_ops, _in_place(reinplace.inplaceable_ops)),
+            mock.patch.multiple(SizeVarAllocator, evaluate_min=_size_between(Min), evaluate_max=_size_between(Max)),
         ):
             stack.enter_context(patch)
         yield
@@ -94,6 +98,21 @@ def _unless_dynamic(original: _Lowering, otherwise: _Lowering = lambda *_: NotIm
         return (original if is_static else otherwise)(values, size)
 
     return pooled
+
+
+def _size_between(bound: Any) -> Callable[..., Any]:
+    """Return a function for the smaller or larger of two sizes: AOTInductor's takes the one that is so for the sample.
+
+    So `x.diagonal()` of more rows than columns would be as long as there are rows.
+    """
+    original = SizeVarAllocator.evaluate_min if bound is Min else SizeVarAllocator.evaluate_max
+
+    def chosen(sizes: SizeVarAllocator, left: Any, right: Any) -> Any:
+        pairs = ((left, right), (right, left))
+        known = any(sizes.statically_known_leq(*pair) for pair in pairs)
+        return original(sizes, left, right) if known or free_unbacked_symbols((left, right)) else bound(left, right)
+
+    return chosen
 
 
 def _wrapping(name: str) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.export import Dim
 
 from tests.support.compiled import WIDTH, needs_compiler
@@ -315,21 +316,61 @@ def test_state_changes_once_in_each_call_whatever_the_threads_of_the_build(tmp_p
 def test_code_does_not_depend_on_what_the_building_process_has_set(tmp_path: Path) -> None:
     def act(m: Any, given: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         x, ids = given
-        return {"product": x @ m.w, "lost digits": (x + 1e8) - 1e8, "rows": m.w.gather(0, ids[:, None].expand(-1, 4))}
+        found = ids.nonzero()
+        torch._check(found.shape[0] > 1)
+        return {
+            "product": x @ m.w,
+            "lost digits": (x + 1e8) - 1e8,
+            "rows": m.w.gather(0, ids[:, None].expand(-1, 4)),
+            "checked": found,
+            "rewritten": torch.relu(x - 0.5),
+        }
+
+    class Rewrite(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for node in graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+                node.target = torch.ops.aten.neg.default
+
+        def uuid(self) -> str:
+            return "a pass of the user's"
 
     eager = Does(act, w=nn.Parameter(torch.rand(4, 4)))
     given = [torch.rand(3, 4), torch.tensor([0, 3, 1])]
     artifact = export(eager, (given,), out=tmp_path / "a")
-    users = config.patch({"assert_indirect_indexing": False, "cpp.enable_unsafe_math_opt_flag": True})
+    users = config.patch(
+        {
+            "assert_indirect_indexing": False,
+            "do_not_emit_runtime_assertions": True,
+            "cpp.enable_unsafe_math_opt_flag": True,
+            "post_grad_custom_post_pass": Rewrite(),
+        }
+    )
     with torch.autocast("cpu", torch.bfloat16), torch.device("meta"), torch.inference_mode(), users:
         artifact = compile_engines(artifact, ["aoti"], trial=False)
     model = loaded(artifact, tmp_path, eager, engine="aoti")
     found = model(given)
     for name, expected in eager(given).items():
         torch.testing.assert_close(found[name], expected, rtol=2e-6, atol=0, msg=name)
-    for wrong in (-1, 4, 1000):
+    for wrong in ([0, -1, 1], [0, 4, 1], [0, 1000, 1], [0, 0, 1]):  # the last with one that is not zero
         with pytest.raises((RuntimeError, IndexError)):
-            model([given[0], torch.tensor([0, wrong, 1])])
+            model([given[0], torch.tensor(wrong)])
+
+
+@pytest.mark.slow
+def test_the_smaller_of_two_sizes_is_that_of_each_call(tmp_path: Path) -> None:
+    """AOTInductor takes the one that is smaller for the sample."""
+
+    def act(m: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        (x,) = given
+        return [x.diagonal(1) * m.w, x[:, :2].diagonal().sum()]
+
+    rows, eager = Dim("rows", min=2, max=64), Does(act, w=nn.Parameter(torch.rand(1)))
+    shapes = {"x": [{0: rows}]}
+    artifact = export(eager, ([torch.rand(4, 5)],), out=tmp_path / "a", dynamic_shapes=shapes)
+    model = loaded(compile_engines(artifact, ["aoti"], trial=False), tmp_path, eager, engine="aoti")
+    for count in (2, 3, 4, 17, 64):
+        given = [torch.rand(count, 5)]
+        torch.testing.assert_close(model(given), eager(given))
 
 
 @pytest.mark.slow
