@@ -309,6 +309,14 @@ def test_packed_bodies(server: Server, encoding: str, pack: Any) -> None:
     assert ask(server, INFER, pack(body), {"Content-Encoding": "br"}).status == 400
 
 
+@pytest.mark.parametrize("encoding", ["GZIP", "Gzip", "x-gzip", "X-GZIP"])
+def test_names_of_codings_have_no_case(server: Server, encoding: str) -> None:
+    """RFC 9110, 8.4.1, which also wants x-gzip to be taken for gzip."""
+    body, headers = binary()
+    assert ask(server, INFER, gzip.compress(body), {**headers, "Content-Encoding": encoding}).status == 200
+    assert ask(server, INFER, body, {**headers, "Content-Encoding": "Identity"}).status == 200
+
+
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
