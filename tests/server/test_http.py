@@ -211,6 +211,22 @@ def test_null_is_as_absent(server: Server) -> None:
         assert (found.status, "id" in found.json) == (200, False)
 
 
+def test_null_is_as_absent_beside_bytes(server: Server) -> None:
+    named = tensor(data=None)["inputs"][0]
+    with_bytes = {"inputs": [{**named, "data": None, "parameters": {"binary_data_size": 24}}]}
+    head = json.dumps(with_bytes).encode()
+    found = ask(server, INFER, head + X.tobytes(), {"Inference-Header-Content-Length": str(len(head))})
+    assert found.status == 200, found.body
+    with_numbers = {**tensor()["inputs"][0], "parameters": {"binary_data_size": None}}
+    outputs = [{"name": "output", "parameters": {"binary_data": None}}]
+    wanted = {"outputs": outputs, "parameters": {"binary_data_output": True}}
+    found = ask(server, INFER, {"inputs": [with_numbers], **wanted})
+    assert found.status == 200, found.body
+    assert "inference-header-content-length" in found.headers
+    found = ask(server, INFER, {"inputs": [{**named, "data": None}]})
+    assert "has neither data nor binary_data_size" in found.error
+
+
 def binary(
     size: Any = 24, tail: bytes = X.tobytes(), length: Any = None, **changes: Any
 ) -> tuple[bytes, dict[str, str]]:
