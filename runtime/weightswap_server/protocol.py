@@ -60,6 +60,8 @@ _BESIDE_NUMBERS = b"[] \t\r\n"
 _INTEGERS = {dtype: np.iinfo(numpy_dtype(dtype)) for dtype in DATATYPE_OF if dtype[0] in "IU"}
 _LIMITS = {dtype: (int(limits.min), int(limits.max)) for dtype, limits in _INTEGERS.items()}
 
+_NO_DATA = (b"", b"null")  # null is as absent
+
 T = TypeVar("T")
 Named = tuple[str, TensorBytes]
 Role = Literal["server", "owner", "worker"]
@@ -294,7 +296,7 @@ def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> tuple[dict[str,
         shape = _shape(tensor)
         parameters = tensor.parameters or {}
         check_sent(tensor.name, parameters)
-        if BINARY_SIZE not in parameters:
+        if (size := parameters.get(BINARY_SIZE)) is None:
             convert = partial(_from_json, tensor, shape)
             if _elements(tensor.name, shape) == 1:
                 inputs[tensor.name] = convert()
@@ -302,12 +304,11 @@ def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> tuple[dict[str,
                 inputs[tensor.name] = TensorBytes(dtype_of(tensor.name, tensor.datatype), shape, memoryview(b""))
                 later[tensor.name] = convert
             continue
-        size = parameters[BINARY_SIZE]
         if type(size) is not int or not 0 <= size <= len(tail):
             raise BadRequest(
                 f"{brief(tensor.name)}: {BINARY_SIZE}={size!r}, but {len(tail)} bytes are left in the body"
             )
-        if tensor.data:
+        if bytes(tensor.data) not in _NO_DATA:
             raise BadRequest(f"{brief(tensor.name)}: has both data and {BINARY_SIZE}")
         inputs[tensor.name] = from_bytes(tensor.name, tensor.datatype, shape, tail[:size])
         tail = tail[size:]
@@ -354,7 +355,7 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview)
 
 def _from_json(tensor: InputTensor, shape: tuple[int, ...]) -> TensorBytes:
     dtype, data, name = dtype_of(tensor.name, tensor.datatype), bytes(tensor.data), brief(tensor.name)
-    if not data:
+    if data in _NO_DATA:
         raise BadRequest(f"{name}: has neither data nor {BINARY_SIZE}")
     if data.lstrip(b"[ \t\r\n").startswith(b"{"):
         raise BadRequest(f"{name}: data: expected numbers, got objects; bytes follow the JSON ({BINARY_SIZE})")

@@ -211,6 +211,22 @@ def test_null_is_as_absent(server: Server) -> None:
         assert (found.status, "id" in found.json) == (200, False)
 
 
+def test_null_is_as_absent_beside_bytes(server: Server) -> None:
+    named = tensor(data=None)["inputs"][0]
+    with_bytes = {"inputs": [{**named, "data": None, "parameters": {"binary_data_size": 24}}]}
+    head = json.dumps(with_bytes).encode()
+    found = ask(server, INFER, head + X.tobytes(), {"Inference-Header-Content-Length": str(len(head))})
+    assert found.status == 200, found.body
+    with_numbers = {**tensor()["inputs"][0], "parameters": {"binary_data_size": None}}
+    outputs = [{"name": "output", "parameters": {"binary_data": None}}]
+    wanted = {"outputs": outputs, "parameters": {"binary_data_output": True}}
+    found = ask(server, INFER, {"inputs": [with_numbers], **wanted})
+    assert found.status == 200, found.body
+    assert "inference-header-content-length" in found.headers
+    found = ask(server, INFER, {"inputs": [{**named, "data": None}]})
+    assert "has neither data nor binary_data_size" in found.error
+
+
 def binary(
     size: Any = 24, tail: bytes = X.tobytes(), length: Any = None, **changes: Any
 ) -> tuple[bytes, dict[str, str]]:
@@ -307,6 +323,14 @@ def test_packed_bodies(server: Server, encoding: str, pack: Any) -> None:
     assert ask(server, INFER, b"!" + pack(body), headers).status == 400
     assert ask(server, INFER, pack(bytes(1 << 20)), headers).status == 413
     assert ask(server, INFER, pack(body), {"Content-Encoding": "br"}).status == 400
+
+
+@pytest.mark.parametrize("encoding", ["GZIP", "Gzip", "x-gzip", "X-GZIP"])
+def test_names_of_codings_have_no_case(server: Server, encoding: str) -> None:
+    """RFC 9110, 8.4.1, which also wants x-gzip to be taken for gzip."""
+    body, headers = binary()
+    assert ask(server, INFER, gzip.compress(body), {**headers, "Content-Encoding": encoding}).status == 200
+    assert ask(server, INFER, body, {**headers, "Content-Encoding": "Identity"}).status == 200
 
 
 @pytest.mark.parametrize(

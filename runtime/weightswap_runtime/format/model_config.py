@@ -46,7 +46,7 @@ _COMPARED_OF_PEFT = re.compile(  # beside what follows from tensors' shapes, and
     r"""random_loc_seed | (trainable_)?token_indices | alora_invocation_tokens | .*group_size | topk | top_k_lora
     | (use|num)_cayley_neumann.* | cayley_neumann_eps | wavelet_family | use_idwt | act_fn | variant | stride_A
     | para | decomposition_method | use_(dora|qalora|effective_conv2d) | n_splits | softmax_temperature
-    | enable_softmax(_topk)?""",
+    | enable_softmax(_topk)? | scaling_pass_value | global_scaling_weight""",
     re.VERBOSE,
 )
 _MOST_VALUE, _MOST_NAME = 64 << 10, 100  # bytes, letters
@@ -103,14 +103,20 @@ def _peft_settings(module: nn.Module, adapters: Set[str]) -> dict[str, dict[str,
     """Return the settings of adapters that no tensor tells, by the path of their model and their name."""
     found = {}
     for path, part in module.named_modules():  # a model inside PEFT's has its configurations, too
-        for adapter, config in (vars(part).get("peft_config") or {}).items() if adapters else ():
-            if adapter in adapters:
+        # X-LoRA's is of no layer: it weighs the adapters that layers apply. `peft_config` has a copy, which its setters
+        # leave alone
+        weighing = {"xlora": vars(part)["xlora_config"]} if "xlora_config" in vars(part) else {}
+        configs = {**(vars(part).get("peft_config") or {}), **weighing}
+        for adapter, config in configs.items() if adapters else ():
+            if adapter in adapters or adapter in weighing:
                 found[id(config)] = f"{path}.".removeprefix(_PEFT_PREFIX) + adapter, config
     return {name: settings for name, config in found.values() if (settings := _compared_of_peft(config))}
 
 
 def _compared_of_peft(config: Any) -> dict[str, Any]:
     named = config.to_dict() if hasattr(config, "to_dict") else {}
+    if "top_k_lora" in named:  # None is all of them, and no default that follows from the rest
+        named = named | {"top_k_lora": named["top_k_lora"] or 0}
     return {name: value for name, value in named.items() if _COMPARED_OF_PEFT.fullmatch(name) and value is not None}
 
 

@@ -81,6 +81,7 @@ class DiskUpdate(Struct, forbid_unknown_fields=True):
     token_step: int | None = None
     flush_cache: bool | None = None
     rid: Any = None
+    http_worker_ipc: Any = None
 
     def __post_init__(self) -> None:
         if self.load_format not in _FORMATS:

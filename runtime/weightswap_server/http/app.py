@@ -197,9 +197,10 @@ class _InferEndpoint:
 def _binary(request: InferRequest, method: ServedMethod) -> dict[str, bool]:
     """Return which outputs are requested, and whether as bytes."""
     default = (request.parameters or {}).get("binary_data_output") is True
-    wanted = {
-        output.name: (output.parameters or {}).get("binary_data", default) is True for output in request.outputs or ()
-    }
+    wanted = {}
+    for output in request.outputs or ():
+        own = (output.parameters or {}).get("binary_data")
+        wanted[output.name] = default if own is None else own is True
     return wanted or {output.name: default for output in method.outputs}
 
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 JSON = "application/json"
 NO_STORE = {"cache-control": "no-store"}
 RECEIVED = "weightswap.received"  # in a scope: the whole body has arrived
-_WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_WBITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _PLAIN = "identity"
 _SMALL = 1 << 18  # bytes of a body that is parsed in the event loop; a larger one would block others
 _HELD = "weightswap.held"  # in a scope: the bytes that count for the request
@@ -79,7 +79,7 @@ class Bodies:
         """
         most = min(self._settings.max_body, most_json or self._settings.max_body)
         body = await self._receive_in_time(scope, receive, headers, most)
-        encoding = headers.text("content-encoding") or _PLAIN
+        encoding = headers.text("content-encoding").lower() or _PLAIN
         if encoding == _PLAIN:
             return body
         decompressed = await self._in_thread(lambda: _decompressed(body, encoding, most))

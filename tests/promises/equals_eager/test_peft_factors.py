@@ -11,6 +11,7 @@ import torch
 from tests.support.adapters import RANK, X, base, with_lora
 from weightswap_exporter import export, pack
 from weightswap_runtime import CheckpointError, WeightsMismatch, load
+from weightswap_runtime.format.model_config import config_of, config_problems
 
 peft = pytest.importorskip("peft")
 
@@ -177,3 +178,25 @@ def check_refused(served: Any, artifact: Any, other: Any, text: str) -> None:
     with pytest.raises((WeightsMismatch, CheckpointError), match=text):
         pack(other, artifact, out=artifact.path.with_suffix(".safetensors"))
     assert torch.equal(served(X), before)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"top_k_lora": 1},
+        {"softmax_temperature": 3.0},
+        {"enable_softmax": False},
+        {"scaling_pass_value": 0.5},
+        {"global_scaling_weight": 2.0},
+    ],
+)
+def test_settings_of_what_weighs_other_adapters_are_compared(other: dict[str, Any]) -> None:
+    """X-LoRA's own settings are of an adapter that no layer applies."""
+    config, weighed = peft.XLoraConfig(hidden_size=4, adapters={"0": "a"}), torch.nn.Linear(4, 4)
+    layers = peft.get_peft_model(torch.nn.Sequential(weighed), peft.LoraConfig(target_modules=["0"]))
+    layers.base_model.xlora_config = config  # as XLoraModel keeps it, and its setters change it
+    before = config_of(layers)
+    assert not config_problems(before, config_of(layers))
+    vars(config).update(other)
+    (problem,) = config_problems(before, config_of(layers))
+    assert next(iter(other)) in problem
