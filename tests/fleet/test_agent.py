@@ -17,7 +17,15 @@ import pytest
 from tests.support.keys import write_keys
 from weightswap_fleet import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
 from weightswap_fleet.documents import DeploymentSpec
-from weightswap_runtime import DigestMismatch, NonFiniteWeights, NoWeights, StageCancelled, StagingBusy, Unsupported
+from weightswap_runtime import (
+    ArtifactError,
+    DigestMismatch,
+    NonFiniteWeights,
+    NoWeights,
+    StageCancelled,
+    StagingBusy,
+    Unsupported,
+)
 from weightswap_server.signed_weights import SignatureRefused, sign
 
 from .nodes import Fleet, FleetTrial, NodeAgent, kinds
@@ -207,6 +215,15 @@ def test_an_agent_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fl
     with closing(NodeAgent(fleet.spec, "n8", again=True)) as agent:
         agent.attach(os.getpid(), fleet.spec)
         assert agent.model.weights_id == fleet.weights_id(0)
+
+
+def test_a_node_serves_no_other_artifact_that_has_come_to_the_path(fleet: Fleet) -> None:
+    """One that starts later, or again, would answer otherwise than the others, with the same weights."""
+    fleet.tiny.become_another()
+    for node in ("n0", "n9"):
+        with pytest.raises(ArtifactError, match=r"has the graph \w{12} now, but fleet was deployed with \w{12}"):
+            NodeAgent(fleet.spec, node)
+    assert fleet.all_serve(0)
 
 
 @pytest.mark.parametrize("told", [False, True])
