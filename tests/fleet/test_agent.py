@@ -92,6 +92,25 @@ def test_what_an_earlier_deployment_has_verified_a_stricter_one_does_not_serve(f
     assert fleet.all_serve(0)
 
 
+def test_what_is_on_trial_when_a_key_is_replaced_is_not_promoted(fleet: Fleet, tmp_path: Path) -> None:
+    write_keys(tmp_path, "old", "new")
+    key = tmp_path / "key.pem"
+    key.write_bytes((tmp_path / "old.pem").read_bytes())
+    for node in fleet.agents:
+        fleet.attach(node, since=1.0, require_signature=(str(key),))
+    sign_by(tmp_path / "old.key", fleet, 1)
+    FleetTrial(fleet.trial(1, share=0.5), fleet).begin(5.0)
+    key.write_bytes((tmp_path / "new.pem").read_bytes())
+    with pytest.raises(FleetRefused) as refused:
+        fleet.swap(1)
+    assert set(kinds(refused).values()) == {SignatureRefused}
+    assert fleet.all_serve(0)
+    assert fleet.desired_store.read().revision == 1
+    sign_by(tmp_path / "new.key", fleet, 1)
+    fleet.swap(1)
+    assert fleet.all_serve(1)
+
+
 def test_any_of_several_keys_will_do(fleet: Fleet, agent: NodeAgent, tmp_path: Path) -> None:
     """As for a server: while keys are rotated."""
     write_keys(tmp_path, "old", "new")
