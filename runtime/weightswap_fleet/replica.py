@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightswap_fleet.coordinator.actors import agent_of_this_node, coordinator_of, metrics, send
 from weightswap_fleet.coordinator.rank_actors import RanksAttachment
-from weightswap_fleet.node.memory import NodeMemory, RevisionPage
+from weightswap_fleet.node.memory import NodeMemory, RevisionPage, open_artifact
 from weightswap_runtime.errors import NoWeights, WeightswapError
 from weightswap_runtime.model.served import ServedModel
 from weightswap_runtime.shared.control import Control
@@ -119,7 +119,7 @@ class _NodeAttachment:
         agent, descriptors, slot = ray.get(attaching, timeout=_FIRST_WEIGHTS)
         memory = NodeMemory.from_process(agent, descriptors, read_only=True)
         self._spec, self._memory, self.revision_page = spec, memory, memory.revision_page
-        self.model = join(spec.artifact, memory.segment, slot)
+        self.model = join(open_artifact(spec), memory.segment, slot)
 
     def serve(self, service: Service) -> None:
         """Let the agent switch requests off, and report to it. service: what answers the replica's requests."""

@@ -17,7 +17,15 @@ import pytest
 from tests.support.keys import write_keys
 from weightswap_fleet import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
 from weightswap_fleet.documents import DeploymentSpec
-from weightswap_runtime import DigestMismatch, NonFiniteWeights, NoWeights, StageCancelled, StagingBusy, Unsupported
+from weightswap_runtime import (
+    ArtifactError,
+    DigestMismatch,
+    NonFiniteWeights,
+    NoWeights,
+    StageCancelled,
+    StagingBusy,
+    Unsupported,
+)
 from weightswap_server.signed_weights import SignatureRefused, sign
 
 from .nodes import Fleet, FleetTrial, NodeAgent, kinds
@@ -82,6 +90,25 @@ def test_what_an_earlier_deployment_has_verified_a_stricter_one_does_not_serve(f
         fleet.swap(1)
     assert set(kinds(refused).values()) == {SignatureRefused}
     assert fleet.all_serve(0)
+
+
+def test_what_is_on_trial_when_a_key_is_replaced_is_not_promoted(fleet: Fleet, tmp_path: Path) -> None:
+    write_keys(tmp_path, "old", "new")
+    key = tmp_path / "key.pem"
+    key.write_bytes((tmp_path / "old.pem").read_bytes())
+    for node in fleet.agents:
+        fleet.attach(node, since=1.0, require_signature=(str(key),))
+    sign_by(tmp_path / "old.key", fleet, 1)
+    FleetTrial(fleet.trial(1, share=0.5), fleet).begin(5.0)
+    key.write_bytes((tmp_path / "new.pem").read_bytes())
+    with pytest.raises(FleetRefused) as refused:
+        fleet.swap(1)
+    assert set(kinds(refused).values()) == {SignatureRefused}
+    assert fleet.all_serve(0)
+    assert fleet.desired_store.read().revision == 1
+    sign_by(tmp_path / "new.key", fleet, 1)
+    fleet.swap(1)
+    assert fleet.all_serve(1)
 
 
 def test_any_of_several_keys_will_do(fleet: Fleet, agent: NodeAgent, tmp_path: Path) -> None:
@@ -207,6 +234,15 @@ def test_an_agent_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fl
     with closing(NodeAgent(fleet.spec, "n8", again=True)) as agent:
         agent.attach(os.getpid(), fleet.spec)
         assert agent.model.weights_id == fleet.weights_id(0)
+
+
+def test_a_node_serves_no_other_artifact_that_has_come_to_the_path(fleet: Fleet) -> None:
+    """One that starts later, or again, would answer otherwise than the others, with the same weights."""
+    fleet.tiny.become_another()
+    for node in ("n0", "n9"):
+        with pytest.raises(ArtifactError, match=r"has the graph \w{12} now, but fleet was deployed with \w{12}"):
+            NodeAgent(fleet.spec, node)
+    assert fleet.all_serve(0)
 
 
 @pytest.mark.parametrize("told", [False, True])

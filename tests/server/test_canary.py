@@ -305,6 +305,25 @@ def test_what_was_staged_for_one_desired_store_is_not_written_to_another(
     assert f"staged while {desired_store.where} was followed" in refused.json["error"]
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_rule_promotes_only_where_its_canary_began(
+    operator: Operator, desired_store: DesiredStore, before: bool
+) -> None:
+    """Others may follow a desired store that this server follows only now; and one that it left is not written."""
+    if before:
+        operator.follow(desired_store, 0.05)
+    begin(operator, 2, share=0.5, promote_if="served_requests >= 1")
+    if before:
+        assert operator.change("unfollow").status == 200
+    else:
+        operator.follow(desired_store, 0.05)
+    for _ in range(4):
+        answer(operator)
+    assert eventually(lambda: operator.status["canary"] is None)
+    assert operator.serves(1)
+    assert desired_store.read().revision == 1
+
+
 def test_the_reason_of_a_canary_of_what_is_staged_is_kept(operator: Operator) -> None:
     operator.change("stage", 2, why="staged")
     operator.change("canary", share=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from tests.server.test_stopping import serve, until_ready
-from tests.support.administered import administered, change
+from tests.support.administered import administered, change, operated
 from tests.support.commands import run
 from tests.support.damage import damaged
 from tests.support.keys import write_keys
@@ -106,6 +107,39 @@ def test_what_leads_to_a_delta_is_held_to_its_weights_id(
     weight_file(2)
     model.stage(last, onto=onto).commit()
     assert serves(model, 3)
+
+
+@pytest.mark.usefixtures("_places")
+def test_what_was_staged_before_a_key_was_replaced_is_held_to_the_new_one(
+    tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, residency: Any, tmp_path: Path
+) -> None:
+    required = tmp_path / "required.pem"
+    shutil.copy(keys / "ours.pem", required)
+    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(required)), residency=residency)
+    staged = model.stage(signed(weight_file(2), keys))
+    shutil.copy(keys / "theirs.pem", required)
+    with pytest.raises(SignatureRefused, match="not a signature"):
+        staged.commit()
+    assert serves(model, 1)
+    signed(tmp_path / "v2.safetensors", keys, by="theirs")
+    staged.commit()
+    assert serves(model, 2)
+
+
+def test_what_an_operator_has_staged_before_a_key_was_replaced_does_not_become_desired(
+    tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path, desired_store: DesiredStore
+) -> None:
+    required = tmp_path / "required.pem"
+    shutil.copy(keys / "ours.pem", required)
+    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(required)))
+    with operated(model, tiny, tmp_path) as operator, model.follow(desired_store.where, SOON):
+        assert operator.change("stage", signed(weight_file(2), keys)).status == 200
+        shutil.copy(keys / "theirs.pem", required)
+        refused = operator.change("commit")
+        assert refused.status != 200
+        assert "not a signature" in str(refused.body)
+        assert serves(model, 1)
+    assert desired_store.read().revision == 1
 
 
 def test_any_of_several_keys_will_do(tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import safetensors.torch
 import torch
 from blake3 import blake3
+from msgspec.structs import replace
 from torch import nn
 
 from weightswap_runtime import Model
@@ -114,6 +115,14 @@ class TinyArtifact:
         """Return the manifest as plain JSON, for a test to break."""
         document: dict[str, object] = msgspec.json.decode((self.path / "manifest.json").read_bytes())
         return document
+
+    def become_another(self) -> None:
+        """Become the artifact of another graph with the same weights: it takes fewer rows."""
+        method = self.manifest.methods["forward"]
+        signature = replace(method.signature, dims={"batch": Dimension(0, 7)})
+        other = replace(self.manifest, methods={"forward": replace(method, signature=signature)})
+        self.manifest = with_graph_id(other)
+        self.write_manifest(encode_manifest(self.manifest))
 
     @staticmethod
     def values(seed: int) -> Values:

@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from weightswap_fleet.documents import DeploymentSpec, NodeStatus
 from weightswap_runtime.errors import NoWeights, text_of
-from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.metrics import ModelCollector
 from weightswap_runtime.model.served import ServedModel
 from weightswap_runtime.shared.control import Control
@@ -22,7 +21,7 @@ from weightswap_runtime.shared.owner import own
 from weightswap_server.workers.child_main import Totals
 
 from .changes import NodeChanges
-from .memory import NodeMemory, NodeWeights, Slots
+from .memory import NodeMemory, NodeWeights, Slots, open_artifact
 from .relay import Relay
 
 _MOST_REPLICAS = 64  # of one node
@@ -153,7 +152,7 @@ class NodeAgent(Agent):
         serves on, it changes nothing until a replica has sent its deployment.
         Raises ArtifactError, MissingExtra, OutOfMemory and Unsupported.
         """
-        artifact = Artifact.open(spec.artifact)
+        artifact = open_artifact(spec)
         name = f"weightswap.{spec.fleet}.{spec.key}.{node}"  # of its memory, by which a later agent finds it
         adopted = NodeMemory.adopt(name)
         self._memory = adopted or NodeMemory.create(artifact.manifest.weights, _MOST_REPLICAS, name)

@@ -147,6 +147,8 @@ class NodeChanges:
         self._check_free()
         weights_id = opened.weights_id
         in_memory = request.is_rollback and (weights_id == self._model.weights_id or self._weights.keeps(weights_id))
+        if trial is not None:
+            trial.weights.check_admitted()  # here, where all nodes can still refuse
         if trial is not None or in_memory:
             return self._changes.prepare(opened)
         begin = partial(self._weights.stage, request.source, request.weights, request.reader)

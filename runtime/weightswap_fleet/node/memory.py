@@ -17,9 +17,10 @@ from threading import Lock
 from typing import Any, Self
 
 from weightswap_fleet.documents import DeploymentSpec
-from weightswap_runtime.errors import Unsupported, text_of
-from weightswap_runtime.following.desired_state import DesiredWeights
+from weightswap_runtime.errors import ArtifactError, Unsupported, text_of
+from weightswap_runtime.following.desired_state import SHOWN, DesiredWeights
 from weightswap_runtime.following.file_queue import refused_weights
+from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.live.receipt import Event
 from weightswap_runtime.live.staged import Staged
@@ -33,6 +34,21 @@ from .relay import Relay
 _MOST_REFUSED = 20  # ids of refused weights that are remembered, with why
 _REVISION_PAGE = "revision_page"
 _REVISIONS = (0, 8)  # their offsets, in words of 8 bytes
+
+
+def open_artifact(spec: DeploymentSpec) -> Artifact:
+    """Open the artifact of a deployment.
+
+    Raises ArtifactError, also for another graph, which may have come to its path: a node that starts later must not
+    answer otherwise than those that are there.
+    """
+    artifact = Artifact.open(spec.artifact)
+    if artifact.graph_id != spec.graph_id:
+        raise ArtifactError(
+            f"{spec.artifact}: has the graph {artifact.graph_id[:SHOWN]} now, but {spec.fleet} was deployed with "
+            f"{spec.graph_id[:SHOWN]}. Put that artifact back, or deploy this one."
+        )
+    return artifact
 
 
 class NodeWeights:

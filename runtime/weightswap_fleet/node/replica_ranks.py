@@ -25,7 +25,7 @@ from weightswap_runtime.process_groups import process_group
 from weightswap_server.signed_weights import requires
 
 from .agent import Agent
-from .memory import NodeWeights, RevisionPage
+from .memory import NodeWeights, RevisionPage, open_artifact
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -123,7 +123,7 @@ def open_first(spec: DeploymentSpec, address: str, others: Others) -> Model:
 
 def _open(spec: DeploymentSpec, address: str, number: int, ranks: Callable[[ProcessGroup], Ranks]) -> Model:
     return load(
-        spec.artifact,
+        open_artifact(spec),
         ranks=ranks(process_group(address, number, spec.ranks, timeout=_TOGETHER)),
         admit=requires(*spec.require_signature) if spec.require_signature else None,
         op_libraries=spec.op_libraries,

@@ -249,6 +249,7 @@ class Controller:
 
     def _serve(self, change: Change, record: Callable[[], object]) -> SwapReceipt | None:
         if change.staged is not None:
+            change.staged.check_admitted()  # before others are told
             record()
             return change.staged.commit(timeout=self._options.timeout)
         if self.serves(change.weights_id):

@@ -73,7 +73,7 @@ class Reconciler:
     def _read(self, check: Callable[[], None]) -> DesiredState:
         before, state = self.state, self._desired_store.read(check)
         self.check_not_older(state.revision, max(before.revision if before else 0, self._least()))
-        if before is None or state.revision != before.revision:
+        if state != before:  # not the revision alone: another desired store may come to its path at the same one
             self._refusal = self.last_error = None
         self.state = state
         return state

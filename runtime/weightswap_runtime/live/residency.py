@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, NoReturn, get_args
@@ -71,6 +71,8 @@ class StagedWeights:
     # what is still to be tried, by all ranks together, before a commit; None if nothing is
     try_on_ranks: Callable[[], None] | None = None
     trials: str = ""  # what is tried, which must be the same on all ranks
+    admitted_by: Hashable = None  # by `fingerprint_of`
+    admit_again: Callable[[], None] = lambda: None
 
     def trial_session(self, job: Job) -> Session:
         """Return a session to try the weights in. Raises OutOfMemory, StageCancelled and WeightsMismatch."""

@@ -206,6 +206,11 @@ class Staged(Caller, AbstractContextManager["Staged"]):
             self._work.store.try_on_ranks(weights)
             self._work.report = weights.report
 
+    def check_admitted(self) -> None:
+        """Raise what `admit` raises if the weights were admitted by other keys than those that count now, and
+        StageClosed: for who writes the decision down before the commit, which asks again."""
+        self._work.store.check_admitted(self._opened())
+
     def commit(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
         """Serve these weights. It waits until they are staged, then for at most `timeout` seconds for calls and pins.
 
@@ -234,6 +239,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         """Return what must be the same on all ranks of a model; None if that is not known yet. Raises as `wait`."""
         if not self.done and not self._work.join(patience):
             return None
+        self.check_admitted()
         weights = self._opened()
         unproven = {name: change.blocks for name, change in weights.identity.unproven.items()}
         return {

@@ -73,6 +73,10 @@ from .variants import VariantReceipt, Variants
 
 HISTORY = 100  # receipts that are kept
 Verified = Literal["goldens", "finite", "none"]
+_IN_NO_FILE = (
+    "these weights are in no file, which somebody could have signed or listed, as required here; pack them, and swap "
+    "the file"
+)
 
 
 class WeightStore:
@@ -187,7 +191,7 @@ class WeightStore:
             self.job = None
 
     def _stage(self, member: Member, weights: WeightSet, request: SwapRequest, job: Job) -> StagedWeights:
-        delta = delta_stamp(weights)
+        delta, admitted_by = delta_stamp(weights), fingerprint_of(self.admit)  # before it is asked
         if self.admit is not None:
             request = admitted(self.admit, weights, delta, request)
         if self.ranks is not None and weights.comes_once:
@@ -201,6 +205,8 @@ class WeightStore:
         staging = Staging(request, owner.artifact.manifest, served, owner.open_transforms, self.trees, workers, job)
         goldens = self._goldens(weights.location, owner, staging)  # before large files are read
         staged = self._staged(weights, delta, staging)
+        staged.admitted_by = admitted_by
+        staged.admit_again = partial(self._admit_again, weights.where, weights.location, staged.identity.weights_id)
         if staged.session is not None:  # a patch computes this in its commit, or when it is tried
             staged.session.run_prologues(staged.report.source)
             staged.session.synchronize(staged.report.source)  # so that an error of the device refuses this staging
@@ -302,6 +308,18 @@ class WeightStore:
         seconds = staged.report.seconds_verified + time.perf_counter() - start
         staged.report = replace(staged.report, verified=verified, seconds_verified=seconds)
 
+    def check_admitted(self, staged: StagedWeights) -> None:
+        """Raise what `admit` raises if staged weights were admitted by other keys than those that count now."""
+        if staged.admitted_by != fingerprint_of(self.admit):
+            staged.admit_again()
+
+    def _admit_again(self, where: str, location: Location | None, weights_id: str) -> None:
+        if self.admit is None:
+            return
+        if location is None:
+            raise UnexpectedWeights(f"{where}: {_IN_NO_FILE}")
+        self.admit(location, weights_id)
+
     def commit(
         self, member: Member, staged: StagedWeights, by: str, timeout: float | None, check: Check
     ) -> SwapReceipt:
@@ -309,6 +327,8 @@ class WeightStore:
         with Uninterrupted(check) as caller:
             with self._refusal_events(member, by, staged.report.kind, staged.report.source):
                 before = self._current_id
+                if self.ranks is None:  # else all of them have asked together: none may refuse alone
+                    self.check_admitted(staged)
                 self.try_on_ranks(staged)
                 committed = self._commit("commit", caller, lambda: self._residency.commit(staged, timeout, caller))
             return self._committed(member, staged.report, committed, before, by)
@@ -533,10 +553,7 @@ def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request
     """
     stamp = delta or weights.stamp
     if weights.location is None:
-        raise UnexpectedWeights(
-            f"{weights.where}: these weights are in no file, which somebody could have signed or listed, as required "
-            "here; pack them, and swap the file"
-        )
+        raise UnexpectedWeights(f"{weights.where}: {_IN_NO_FILE}")
     if stamp is None:
         raise UnexpectedWeights(f"{weights.where}: does not say which weights it holds, as required here; pack it")
     if request.only:

@@ -33,6 +33,7 @@ _SLOT: Final = 256  # bytes: a cache line for each of its words, so that workers
 _HISTORY: Final = 1 << 20  # bytes of each of the two histories
 _LABELS: Final = 1 << 20  # bytes of a description that labels may take
 _WORD, _WORKERS, _UNLOADED, _TRIAL, _TRIALS = 8, 16, 17, 24, 25  # offsets in the page, in words of 8 bytes
+_GRAPH: Final = slice(256, 320)  # bytes of the page: the id of the graph that is served
 _PID, _HOLDS, _UNFENCED = 0, (8, 16), 24  # offsets in a slot, in words
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())  # number of the system call
 _GLOBAL, _GLOBAL_EXPEDITED, _REGISTER = 1, 2, 4  # its commands
@@ -65,6 +66,15 @@ class Control:
     def generation(self) -> int | None:
         """The generation that is served; None before the first weights."""
         return self.word - 1 if self.word else None
+
+    @property
+    def graph_id(self) -> str:
+        """The id of the graph that all processes serve; empty before the first owner."""
+        return bytes(self._words.cast("B")[_GRAPH]).rstrip(b"\0").decode()
+
+    @graph_id.setter
+    def graph_id(self, value: str) -> None:
+        self._words.cast("B")[_GRAPH] = value.encode().ljust(_GRAPH.stop - _GRAPH.start, b"\0")
 
     @property
     def unloaded(self) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 
 from weightswap_runtime.engines.choosing import open_engine
 from weightswap_runtime.engines.engine import EngineOptions
-from weightswap_runtime.errors import OutOfMemory, WaitTimeout, listed, plural
+from weightswap_runtime.errors import ArtifactError, OutOfMemory, WaitTimeout, listed, plural
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.manifest import NamedTensor
@@ -58,16 +58,18 @@ def own(
     killed can be replaced. There must be one owner at a time, with the segment that `Segment.create` returned. The
     engine is "torch", on the CPU. admit, max_hash_trees: as in `load`; workers have no hash trees.
 
-    Raises ArtifactError, Unsupported and MissingExtra.
+    Raises ArtifactError, also for another graph than that of the earlier owner, Unsupported and MissingExtra.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     control = Control(segment.control)
+    check_graph(control, opened)
     engine = open_engine("torch", opened, HOST, OPTIONS)
     gate = OwnerGate(control)
     memory = KeptMemory(segment, control)
     store = WeightStore(opened.manifest.weights, "double", None, memory, gate, max_hash_trees)
     store.admit = admit
     _adopt(store, gate, control)
+    control.graph_id = opened.graph_id
     model = Model(opened, store, device=HOST, engine=engine)
 
     def write(event: Event) -> None:
@@ -76,6 +78,18 @@ def own(
 
     model.listen(write)
     return model
+
+
+def check_graph(control: Control, artifact: Artifact) -> None:
+    """Raise ArtifactError for another graph than that which all processes of a segment serve, from its first owner on.
+
+    A process that is replaced opens the artifact anew, and another one may have come to its path.
+    """
+    if control.graph_id not in ("", artifact.graph_id):
+        raise ArtifactError(
+            f"{artifact.path}: has the graph {artifact.graph_id[:12]} now, but the processes that share these weights "
+            f"serve {control.graph_id[:12]}. Put that artifact back, or restart the server to serve this one."
+        )
 
 
 def _adopt(store: WeightStore, gate: OwnerGate, control: Control) -> None:

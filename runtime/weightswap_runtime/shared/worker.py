@@ -27,7 +27,7 @@ from weightswap_runtime.model.served import ServedModel
 from weightswap_runtime.threads import Background
 
 from .control import Control, Summary, read_description, read_history, read_trial
-from .owner import OPTIONS, Segment, map_read_only
+from .owner import OPTIONS, Segment, check_graph, map_read_only
 
 _OF_THE_OWNER = {"stage", "swap", "aswap", "astage", "rollback", "watch", "follow", "add_variant", "remove_variant"}
 _RECEIPT_TIMEOUT = 1.0  # seconds to wait for a commit's receipt: an owner may be killed before it writes it
@@ -39,10 +39,11 @@ def join(artifact: str | os.PathLike[str] | Artifact, segment: Segment, slot: in
     slot: the slot of this worker, different for each living one. The process that started the worker must empty the
     slot when the worker has died (`Control.empty_slot`), or a commit would wait for its calls for ever.
 
-    Raises ArtifactError, Unsupported and MissingExtra.
+    Raises ArtifactError, also for another graph than the owner's, Unsupported and MissingExtra.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     control = Control(segment.control)
+    check_graph(control, opened)
     control.fill_slot(slot, os.getpid())
     engine = open_engine("torch", opened, HOST, OPTIONS)
     gate = WorkerGate(control, slot)

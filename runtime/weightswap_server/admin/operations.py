@@ -338,12 +338,23 @@ class ModelOperations:
             raise StageClosed(f"{self.name}: the canary with the rule {rule!r} has ended")
         try:
             if verdict == "promote":
+                self._check_where(change)
                 return self._commit(change, Change(why=with_rule(change.request.why, f"canary: {rule}")), change.by)
             with self._changes.ready(change):  # raises StageClosed if it was committed meanwhile
                 self.journal.refuse(_aborted(change, rule, canary.values()))
         finally:
             self._changes.drop(change)
         return None
+
+    def _check_where(self, change: _StagedChange) -> None:
+        """Raise Conflict if a promotion would be written elsewhere than where it was decided that a rule may."""
+        desired_store = self.followed.desired_store
+        now = desired_store.where if desired_store is not None else ""
+        if now != change.followed:
+            raise Conflict(
+                f"{self.name}: the canary began while {change.followed or 'no desired store'} was followed, and now "
+                f"{now or 'none'} is; start it again"
+            )
 
     @property
     def open_sources(self) -> list[str]:

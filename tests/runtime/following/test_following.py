@@ -211,6 +211,29 @@ def test_a_desired_store_does_not_go_back(how: str, model: Model, service: Servi
         assert eventually(lambda: serves(model, 3))
 
 
+@pytest.mark.parametrize("how", ["relinked", "begun anew"])
+def test_what_another_store_at_the_same_revision_desires_is_not_held_to_the_refusal_before(
+    how: str, model: Model, service: Service, weight_file: Any, tmp_path: Path
+) -> None:
+    model.swap(weight_file(2))
+    (tmp_path / "link").symlink_to(service.folder)
+    bad = service.write(1)
+    not_finite(service, bad)
+    service.desired_store.set(bad, revision=0)
+    with model.follow(tmp_path / "link", SOON) as follower:
+        assert eventually(lambda: follower.last_error is not None)
+        if how == "relinked":
+            (tmp_path / "other").mkdir()
+            DesiredStore(tmp_path / "other").set(weight_file(3), revision=0)
+            (tmp_path / "next").symlink_to(tmp_path / "other")
+            (tmp_path / "next").replace(tmp_path / "link")
+        else:
+            (service.folder / "desired.json").unlink()
+            service.desired_store.set(weight_file(3), revision=0)
+        assert eventually(lambda: serves(model, 3))
+        assert eventually(lambda: follower.last_error is None)
+
+
 def of_another_graph(service: Service, path: Path) -> None:
     service.tiny.write(path, service.tiny.values(5), graph_id="0" * 64)
 

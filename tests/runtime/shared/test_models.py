@@ -14,6 +14,7 @@ from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, X, plain,
 from tests.support.watched import eventually
 from weightswap_runtime import Event, Model
 from weightswap_runtime.errors import (
+    ArtifactError,
     NothingToRollBack,
     OutOfMemory,
     StageClosed,
@@ -160,6 +161,18 @@ def test_a_replaced_owner_goes_on(
         second.rollback()
         assert serves(worker, 2)
         assert [receipt.generation for receipt in second.history] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("role", ["owner", "worker"])
+def test_who_begins_again_serves_no_other_artifact_that_has_come_to_the_path(
+    role: str, shared: Shared, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    """Calls would be answered by one graph or the other, whichever worker takes them."""
+    shared.owner.swap(weight_file(1))
+    tiny.become_another()
+    with pytest.raises(ArtifactError, match=r"has the graph \w{12} now, .* serve \w{12}"):
+        own(tiny.path, shared.segment) if role == "owner" else join(tiny.path, shared.segment, 1)
+    assert all(serves(worker, 1) for worker in shared.workers)
 
 
 def test_an_owner_that_died_while_it_staged_leaves_nothing_to_roll_back_to(
