@@ -497,7 +497,8 @@ def _compile_checked(where: str, sizes: Iterable[_Values]) -> Callable[..., Any]
     original: Callable[..., Any] = AotCodeCompiler.compile
 
     def checked(graph: Any, *sources: Any, **options: Any) -> Any:
-        # what AOTInductor has found equal for the sample and taken for granted; nobody checks it in calls
+        # what AOTInductor has found equal for the sample and taken for granted; nobody checks it in calls. Inequalities
+        # choose how a loop is written, such as `rows < 16`, and the code computes the same beyond them
         for equal in (guard.expr for guard in graph.sizevars.shape_env.guards if isinstance(guard.expr, sympy.Eq)):
             if any(equal.xreplace(values) is sympy.false for values in sizes):
                 raise CaptureError(_unfit(where, f"its code is for the sizes of the sample alone, with {equal}"))

@@ -108,9 +108,10 @@ def _size_between(bound: Any) -> Callable[..., Any]:
     original = SizeVarAllocator.evaluate_min if bound is Min else SizeVarAllocator.evaluate_max
 
     def chosen(sizes: SizeVarAllocator, left: Any, right: Any) -> Any:
-        pairs = ((left, right), (right, left))
-        known = any(sizes.statically_known_leq(*pair) for pair in pairs)
-        return original(sizes, left, right) if known or free_unbacked_symbols((left, right)) else bound(left, right)
+        for smaller, larger in ((left, right), (right, left)):
+            if sizes.statically_known_leq(smaller, larger):
+                return smaller if bound is Min else larger
+        return original(sizes, left, right) if free_unbacked_symbols((left, right)) else bound(left, right)
 
     return chosen
 
