@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
@@ -11,7 +13,7 @@ from weightswap_runtime.following.file_queue import refused_weights
 from weightswap_runtime.following.watching import Follower, Watcher
 from weightswap_runtime.live.receipt import Event, SwapReceipt
 from weightswap_runtime.tensors import DIGEST
-from weightswap_server.canary import DEFAULT_ABORT
+from weightswap_server.canary import DEFAULT_ABORT, measure_text
 from weightswap_server.protocol import NAME, Process
 
 _Text = Annotated[str, Meta(max_length=4096)]
@@ -370,4 +372,18 @@ def refusal_of(event: Event) -> Refusal:
         error=str(event.error) if event.error else "",
         reason=reason_of(event.error),
         weights_id=refused_weights(event),
+    )
+
+
+def aborted_canary(source: str, by: str, rule: str, values: Mapping[str, float | None]) -> Refusal:
+    """Return the refusal of a canary that its rule has aborted, with its measures."""
+    measured = ", ".join(f"{name} {measure_text(name, value)}" for name, value in values.items() if value is not None)
+    return Refusal(
+        time=time.time(),
+        event="canary aborted",
+        source=source,
+        by=by,
+        phase="canary",
+        kind="",
+        error=f"{rule}: {measured}",
     )

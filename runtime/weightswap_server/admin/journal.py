@@ -181,6 +181,12 @@ class Followed:
         """The desired store that changes are written to, if the model has one."""
         return next((source.desired_store for source in self._model.watching if source.desired_store is not None), None)
 
+    @property
+    def where(self) -> str:
+        """Where the desired store is; empty if the model has none."""
+        desired_store = self.desired_store
+        return desired_store.where if desired_store is not None else ""
+
     def require_desired_store(self, what: str) -> DesiredStore:
         """Return the desired store. Raises Conflict if there is none."""
         if (desired_store := self.desired_store) is None:

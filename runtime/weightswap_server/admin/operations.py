@@ -7,7 +7,7 @@ undo what is not desired, and a desired store must not desire what is refused.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from weightswap_runtime.live.variants import VariantReceipt
 from weightswap_runtime.model.model import Model
 from weightswap_runtime.sources.location import fixed_text, printable
 from weightswap_runtime.staging.given import GivenWeights
-from weightswap_server.canary import CanaryPlan, check_plan, measure_text
+from weightswap_server.canary import CanaryPlan, check_plan
 from weightswap_server.errors import Conflict
 from weightswap_server.service.service import Served
 
@@ -41,13 +41,13 @@ from .documents import (
     FollowRequest,
     History,
     ModelStatus,
-    Refusal,
     RemoveVariantRequest,
     RollbackRequest,
     StagedWeights,
     StageRequest,
     Staging,
     WatchRequest,
+    aborted_canary,
     following,
     served_weights,
     watched,
@@ -341,16 +341,14 @@ class ModelOperations:
                 self._check_where(change)
                 return self._commit(change, Change(why=with_rule(change.request.why, f"canary: {rule}")), change.by)
             with self._changes.ready(change):  # raises StageClosed if it was committed meanwhile
-                self.journal.refuse(_aborted(change, rule, canary.values()))
+                self.journal.refuse(aborted_canary(printable(change.request.source), change.by, rule, canary.values()))
         finally:
             self._changes.drop(change)
         return None
 
     def _check_where(self, change: _StagedChange) -> None:
         """Raise Conflict if a promotion would be written elsewhere than where it was decided that a rule may."""
-        desired_store = self.followed.desired_store
-        now = desired_store.where if desired_store is not None else ""
-        if now != change.followed:
+        if (now := self.followed.where) != change.followed:
             raise Conflict(
                 f"{self.name}: the canary began while {change.followed or 'no desired store'} was followed, and now "
                 f"{now or 'none'} is; start it again"
@@ -599,17 +597,3 @@ def _staged_weights(change: _StagedChange | None) -> StagedWeights | None:
     except Exception:  # it was discarded or cancelled meanwhile
         return None
     return weights
-
-
-def _aborted(change: _StagedChange, rule: str, values: Mapping[str, float | None]) -> Refusal:
-    """Return the refusal of a canary that its rule has aborted, with its measures."""
-    measured = ", ".join(f"{name} {measure_text(name, value)}" for name, value in values.items() if value is not None)
-    return Refusal(
-        time=time.time(),
-        event="canary aborted",
-        source=printable(change.request.source),
-        by=change.by,
-        phase="canary",
-        kind="",
-        error=f"{rule}: {measured}",
-    )
