@@ -59,11 +59,11 @@ def config_of(module: nn.Module, *, scaled: bool = True) -> dict[str, Any]:
     """Return the settings of the transformers model that a module is, or holds, none if it holds several; and the
     adapters that PEFT's layers apply, with their settings, unless calls choose those (`scaled` is False)."""
     layers = _peft_layers(module) if scaled else {}
-    adapters = {name: _applied(layer) for name, layer in layers.items()}
+    applied = {name: _applied(layer) for name, layer in layers.items()}
     found = {
         _FACTORS: {name: factors for name, layer in layers.items() if (factors := _factors_of(layer))},
-        _ADAPTERS: adapters,
-        _SETTINGS: _peft_settings(module, {each for names in adapters.values() for each in names}),
+        _ADAPTERS: applied,
+        _SETTINGS: _peft_settings(module, {each for names in applied.values() for each in names}),
     }
     return _config_of(module) | {name: value for name, value in found.items() if value}
 
@@ -99,7 +99,7 @@ def _factors_of(layer: Any) -> list[float]:
         return []
 
 
-def _peft_settings(module: nn.Module, adapters: Set[str]) -> dict[str, dict[str, Any]]:
+def _peft_settings(module: nn.Module, applied: Set[str]) -> dict[str, dict[str, Any]]:
     """Return the settings of adapters that no tensor tells, by the path of their model and their name."""
     found = {}
     for path, part in module.named_modules():  # a model inside PEFT's has its configurations, too
@@ -107,9 +107,9 @@ def _peft_settings(module: nn.Module, adapters: Set[str]) -> dict[str, dict[str,
         # leave alone
         weighing = {"xlora": vars(part)["xlora_config"]} if "xlora_config" in vars(part) else {}
         configs = {**(vars(part).get("peft_config") or {}), **weighing}
-        for adapter, config in configs.items() if adapters else ():
-            if adapter in adapters or adapter in weighing:
-                found[id(config)] = f"{path}.".removeprefix(_PEFT_PREFIX) + adapter, config
+        for name, config in configs.items() if applied else ():
+            if name in applied or name in weighing:
+                found[id(config)] = f"{path}.".removeprefix(_PEFT_PREFIX) + name, config
     return {name: settings for name, config in found.values() if (settings := _compared_of_peft(config))}
 
 
