@@ -87,11 +87,9 @@ _SETTINGS: Mapping[str, Any] = {
     "max_autotune_gemm": False,
     # else fused code computes in float32 without the casts to 16 bits between: x - x.half().float() would be 0
     "emulate_precision_casts": True,
-    # else a user's own setting would leave out the checks of indices, and of sizes that depend on values
-    "assert_indirect_indexing": True,
+    # of the environment, as are the next two: else it would leave out the checks of sizes that depend on values
     "scalar_asserts": True,
-    "do_not_emit_runtime_assertions": False,
-    # nor may it let the C++ compiler rearrange sums: (x + 1e8) - 1e8 would be x
+    # nor may the C++ compiler rearrange sums: (x + 1e8) - 1e8 would be x
     "cpp.enable_unsafe_math_opt_flag": False,
     "cpp.enable_floating_point_contract_flag": "off",
     # else a number that is written into a constant of float64 is rounded to float32
@@ -497,8 +495,8 @@ def _compile_checked(where: str, sizes: Iterable[_Values]) -> Callable[..., Any]
     original: Callable[..., Any] = AotCodeCompiler.compile
 
     def checked(graph: Any, *sources: Any, **options: Any) -> Any:
-        # what AOTInductor has found equal for the sample and taken for granted; nobody checks it in calls. Inequalities
-        # choose how a loop is written, such as `rows < 16`, and the code computes the same beyond them
+        # what AOTInductor has found equal for the sample and taken for granted; nobody checks it in calls. Many of its
+        # inequalities only choose how a loop is written, such as `rows < 16`, and the code is right beyond them
         for equal in (guard.expr for guard in graph.sizevars.shape_env.guards if isinstance(guard.expr, sympy.Eq)):
             if any(equal.xreplace(values) is sympy.false for values in sizes):
                 raise CaptureError(_unfit(where, f"its code is for the sizes of the sample alone, with {equal}"))

@@ -30,14 +30,14 @@ INITIALIZED = "_is_hf_initialized"  # an attribute that loading sets, and no cal
 _CALL_ARGUMENT = "variants"  # with it, a call chooses variants
 _LOADED = "_hf_peft_config_loaded"  # transformers' mark of a model with adapters
 
-_NEUTRAL_ADVICE = "{name}: PEFT's {kind} at zeros is not the base alone, which calls without a variant get"
+_OTHER_BASE = "{name}: PEFT's {kind} at zeros is not the base alone, which calls without a variant get"
 _PEFT_KIND = re.compile(r"peft\.tuners\.(\w+)\.")
 _NOT_NEUTRAL = frozenset(  # they multiply by their tensors, or replace the base's
     {"boft", "ia3", "ln_tuning", "osf", "psoft", "road", "trainable_tokens"}
 )
 # What computes LoRA otherwise, with tensors of the same names, is refused: a server takes any plain adapter. Of these
-# one is plain LoRA but for its training, and the other has other shapes.
-_LORA = re.compile("MiCA.*|BdLora.*")
+# variants of PEFT's LoRA one is plain but for its training, and the other has other shapes.
+_HARMLESS = re.compile("MiCA.*|BdLora.*")
 
 Groups = Mapping[str, Sequence[str]]  # FQNs by group
 NO_GROUPS: Groups = MappingProxyType({})
@@ -210,13 +210,13 @@ def _check_layers(model: nn.Module, variable: Collection[str]) -> None:
         if layer.disable_adapters or len(layer.active_adapters) != 1:
             raise CaptureError(f"{name}: PEFT applies {len(layer.active_adapters)} sets of its tensors, expected one")
         if (kind := _kind(layer)) in _NOT_NEUTRAL:
-            raise CaptureError(_NEUTRAL_ADVICE.format(name=name, kind=kind))
+            raise CaptureError(_OTHER_BASE.format(name=name, kind=kind))
         _check_lora(name, layer)
         own = [f"{name}.{key}" for key in layer.state_dict() if not key.startswith("base_layer.")]
         if undeclared := [fqn for fqn in own if fqn not in variable]:
             raise CaptureError(f"variants: {listed(undeclared)} would belong to the base; declare all that PEFT added")
     if copies := [fqn for fqn in variable if ".modules_to_save." in f".{fqn}"]:
-        raise CaptureError(_NEUTRAL_ADVICE.format(name=listed(copies), kind="modules_to_save"))
+        raise CaptureError(_OTHER_BASE.format(name=listed(copies), kind="modules_to_save"))
 
 
 def _check_lora(name: str, layer: Any) -> None:
@@ -226,7 +226,7 @@ def _check_lora(name: str, layer: Any) -> None:
         raise CaptureError(f"{name}: uses DoRA, which depends on the base's values; only LoRA can be variable")
     if (other := getattr(layer, "lora_variant", {}).get(active)) is not None:
         computed = (other if isinstance(other, type) else type(other)).__name__
-        if not _LORA.fullmatch(computed):
+        if not _HARMLESS.fullmatch(computed):
             raise CaptureError(f"{name}: PEFT computes {computed} there; only plain LoRA can be variable")
 
 
